@@ -1,0 +1,151 @@
+"""Speed of the decode attention kernel, by format, in one process; our float16 is the peer.
+
+    python benchmarks/kernels/decode_attention.py [--tokens 4096] [--threads 2]
+
+One query token attends over the cached tokens; blocks lie in random order. Arms take turns, so that
+a busy moment of the machine hits all of them; medians are given. `Mtok·heads/s` counts cached
+tokens times KV heads. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from tightkv.formats import BlockLayout, TensorScale, resolve_format
+from tightkv.kernels import (
+    AttentionBatch,
+    AttentionParams,
+    Backend,
+    LayerCache,
+    paged_attention,
+    reshape_and_cache,
+    select_backend,
+)
+
+SHAPES = ((9, 3, 64), (8, 8, 64), (32, 8, 128), (4, 1, 256))
+ARMS = (
+    "float16",
+    "float32",
+    "bfloat16",
+    "int8 per channel",
+    "int8 per tensor",
+    "int8 two-factor",
+    "int8_per_token_head",
+    "fp8_e4m3 per tensor",
+    "fp8_per_token_head",
+    "fp8_e5m2",
+)
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One format, its cache filled, ready to be timed."""
+
+    cache: LayerCache
+    batch: AttentionBatch
+    query: torch.Tensor
+
+    def run(self, backend: Backend) -> None:
+        params = AttentionParams(self.query.shape[-1] ** -0.5)
+        paged_attention(backend, self.query, self.cache, self.batch, params)
+
+
+def scale_of(arm: str, num_kv_heads: int, size: int) -> TensorScale | None:
+    if "per tensor" in arm:
+        return TensorScale(torch.tensor(0.05))
+    if "per channel" in arm or "two-factor" in arm:
+        values = torch.linspace(0.03, 0.06, num_kv_heads * size).view(num_kv_heads, size)
+        return TensorScale(values, dynamic="two-factor" in arm)
+    return None
+
+
+def prepare(arm: str, shape: tuple[int, int, int], num_tokens: int, backend: Backend) -> Arm:
+    num_heads, num_kv_heads, size = shape
+    scale = scale_of(arm, num_kv_heads, size)
+    tensor_format = resolve_format(arm.split()[0], torch.float32, scale)
+    layout = BlockLayout(tensor_format, tensor_format, num_kv_heads, size, size, BLOCK_SIZE)
+    factors = scale.per_channel(num_kv_heads, size) if scale else None
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    blocks = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8)
+    cache = LayerCache(blocks, layout, factors, factors)
+    table = torch.randperm(num_blocks)
+    position = torch.arange(num_tokens)
+    reshape_and_cache(
+        backend,
+        cache,
+        torch.randn(num_tokens, num_kv_heads, size),
+        torch.randn(num_tokens, num_kv_heads, size),
+        table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE,
+        torch.zeros(2, dtype=torch.int64),
+        torch.zeros(num_tokens, dtype=torch.bool),
+    )
+    batch = AttentionBatch(
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([num_tokens], dtype=torch.int32),
+        table[None].to(torch.int32),
+    )
+    return Arm(cache, batch, torch.randn(1, num_heads, size))
+
+
+def time_arms(arms: dict[str, Arm], backend: Backend, rounds: int) -> dict[str, float]:
+    """Median seconds of one call, arms taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, arm in arms.items():
+            arm.run(backend)  # warm: the arm before has used the cache
+            start = time.perf_counter()
+            for _ in range(4):
+                arm.run(backend)
+            times[name].append((time.perf_counter() - start) / 4)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Decode attention by KV cache format.")
+    parser.add_argument("--tokens", type=int, default=4096, help="cached tokens")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=60)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    backend = select_backend(torch.device("cpu"))
+    print(f"{backend.name}, {options.threads} thread(s), {options.tokens} cached tokens")
+    results = []
+    for shape in SHAPES:
+        arms = {arm: prepare(arm, shape, options.tokens, backend) for arm in ARMS}
+        medians = time_arms(arms, backend, options.rounds)
+        print(f"\n{shape[0]}/{shape[1]} heads of size {shape[2]}")
+        print(f"{'format':22} {'µs':>9} {'Mtok·heads/s':>13} {'GB/s':>7} {'× float16':>10}")
+        for name, seconds in medians.items():
+            rate = options.tokens * shape[1] / seconds
+            num_bytes = arms[name].cache.blocks.numel()
+            ratio = medians["float16"] / seconds
+            print(
+                f"{name:22} {seconds * 1e6:9.1f} {rate / 1e6:13.1f} "
+                f"{num_bytes / seconds / 1e9:7.2f} {ratio:10.2f}"
+            )
+            results.append({"shape": shape, "format": name, "seconds": seconds, "ratio": ratio})
+    print(
+        json.dumps(
+            {
+                "benchmark": "decode_attention",
+                "kernel": backend.name,
+                "machine": platform.machine(),
+                "threads": options.threads,
+                "tokens": options.tokens,
+                "results": results,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

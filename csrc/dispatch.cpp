@@ -1,0 +1,164 @@
+#include "dispatch.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <stdexcept>
+
+namespace tightkv {
+namespace {
+
+std::vector<const KernelTable*> available_kernels() {
+  std::vector<const KernelTable*> tables;
+#ifdef TIGHTKV_WITH_AVX512
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    tables.push_back(&kAvx512Kernels);
+#endif
+#ifdef TIGHTKV_WITH_AVX2
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c"))
+    tables.push_back(&kAvx2Kernels);
+#endif
+#ifdef TIGHTKV_WITH_NEON
+  tables.push_back(&kNeonKernels);  // part of every AArch64
+#endif
+  tables.push_back(&kScalarKernels);
+  return tables;
+}
+
+// Memory that a thread keeps from call to call: fresh pages would cost more than the work.
+class Scratch {
+ public:
+  float* get(int64_t floats) {
+    if (floats > size_) {
+      memory_.reset(static_cast<float*>(
+          ::operator new[](static_cast<size_t>(floats) * sizeof(float), kAlignment)));
+      size_ = floats;
+    }
+    return memory_.get();
+  }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  struct Free {
+    void operator()(float* p) const { ::operator delete[](p, kAlignment); }
+  };
+  std::unique_ptr<float[], Free> memory_;
+  int64_t size_ = 0;
+};
+
+thread_local Scratch workspace;
+thread_local Scratch partial_states;
+
+// Chunks of one item when keys are split: enough work to pay for handing it to a thread.
+constexpr int64_t kChunksPerItem = 2;
+
+struct Plan {
+  std::vector<WorkItem> items;       // independent of each other
+  std::vector<WorkItem> reductions;  // each folds what several items left
+  int64_t partial_floats = 0;
+};
+
+// First chunk that a row at `position` sees.
+int64_t first_chunk(const AttentionArgs& args, int64_t position) {
+  if (args.sliding_window == 0) return 0;
+  return std::max<int64_t>(0, position - args.sliding_window + 1) / kChunk;
+}
+
+// A tile of rows over many chunks: one item per run of chunks, states kept apart until the end.
+void split_over_keys(const AttentionArgs& args, WorkItem whole, Plan* plan) {
+  const int64_t state = state_floats(whole.num_tokens * args.group(), args.layout.v.padded_size);
+  whole.split = true;
+  whole.partial_offset = plan->partial_floats;
+  plan->reductions.push_back(whole);
+  for (int64_t chunk = whole.chunk_begin; chunk < whole.chunk_end; chunk += kChunksPerItem) {
+    WorkItem item = whole;
+    item.chunk_begin = chunk;
+    item.chunk_end = std::min(chunk + kChunksPerItem, whole.chunk_end);
+    item.partial_offset = plan->partial_floats;
+    plan->partial_floats += state * (item.chunk_end - item.chunk_begin);
+    plan->items.push_back(item);
+  }
+}
+
+void plan_sequence(const AttentionArgs& args, const Batch& batch, int64_t seq, Plan* plan) {
+  const int64_t begin = batch.query_start_loc[seq], end = batch.query_start_loc[seq + 1];
+  const int64_t offset = batch.seq_lens[seq] - end;  // position = token + offset
+  const int64_t tokens_per_tile = std::max(1, kMaxTileRows / args.group());
+  const bool one_tile = end - begin <= tokens_per_tile;
+  for (int64_t token = begin; token < end; token += tokens_per_tile) {
+    const int64_t last = std::min(token + tokens_per_tile, end) - 1;
+    for (int head = 0; head < args.layout.num_kv_heads; ++head) {
+      const WorkItem item{batch.block_table + seq * batch.max_blocks,
+                          token,
+                          token + offset,
+                          static_cast<int>(last - token + 1),
+                          head,
+                          first_chunk(args, token + offset),
+                          (last + offset) / kChunk + 1,
+                          false,
+                          0};
+      if (one_tile && item.chunk_end - item.chunk_begin > kChunksPerItem)
+        split_over_keys(args, item, plan);
+      else
+        plan->items.push_back(item);
+    }
+  }
+}
+
+using Run = void (*)(const AttentionArgs&, const WorkItem&, float*, float*);
+
+void run_items(const std::vector<WorkItem>& items, const AttentionArgs& args, float* partials,
+               int num_threads, Run run, int64_t worth_threads) {
+  const int64_t floats = workspace_floats(args);
+  const auto count = static_cast<int64_t>(items.size());
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (count >= worth_threads)
+  for (int64_t i = 0; i < count; ++i) run(args, items[i], partials, workspace.get(floats));
+}
+
+}  // namespace
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (const KernelTable* table : available_kernels()) names.emplace_back(table->name);
+  return names;
+}
+
+const KernelTable& kernels_for(const std::string& isa) {
+  std::string known;
+  for (const KernelTable* table : available_kernels()) {
+    if (isa == table->name) return *table;
+    known += (known.empty() ? "" : ", ") + std::string(table->name);
+  }
+  throw std::invalid_argument("Instruction set '" + isa +
+                              "' is not available: this build and processor have " + known + ".");
+}
+
+ClipCounts run_write(const KernelTable& kernels, const WriteArgs& args, int64_t num_tokens,
+                     int num_threads) {
+  constexpr int64_t kTokensPerItem = 16;
+  int64_t k = 0, v = 0;
+#pragma omp parallel for schedule(static) num_threads(num_threads) \
+    reduction(+ : k, v) if (num_tokens > kTokensPerItem)
+  for (int64_t begin = 0; begin < num_tokens; begin += kTokensPerItem) {
+    const ClipCounts counts =
+        kernels.write(args, begin, std::min(begin + kTokensPerItem, num_tokens));
+    k += counts.k;
+    v += counts.v;
+  }
+  return {k, v};
+}
+
+void run_attention(const KernelTable& kernels, const AttentionArgs& args, const Batch& batch,
+                   int num_threads) {
+  Plan plan;
+  for (int64_t seq = 0; seq < batch.num_seqs; ++seq) plan_sequence(args, batch, seq, &plan);
+  float* partials = partial_states.get(plan.partial_floats);
+  run_items(plan.items, args, partials, num_threads, kernels.attend, 2);
+  run_items(plan.reductions, args, partials, num_threads, kernels.reduce, 32);
+}
+
+}  // namespace tightkv

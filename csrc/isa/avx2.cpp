@@ -1,0 +1,8 @@
+#include "simd/avx2.h"
+
+#include "kernels/attention.h"
+#include "kernels/write.h"
+
+namespace tightkv {
+const KernelTable kAvx2Kernels{Simd::kName, write_tokens, attend_item, reduce_item};
+}  // namespace tightkv

@@ -1,0 +1,8 @@
+#include "simd/avx512.h"
+
+#include "kernels/attention.h"
+#include "kernels/write.h"
+
+namespace tightkv {
+const KernelTable kAvx512Kernels{Simd::kName, write_tokens, attend_item, reduce_item};
+}  // namespace tightkv

@@ -1,0 +1,10 @@
+#include "simd/scalar.h"
+
+#include "kernels/attention.h"
+#include "kernels/write.h"
+
+namespace tightkv {
+const KernelTable kScalarKernels{Simd::kName, write_tokens, attend_item, reduce_item};
+
+int64_t workspace_floats(const AttentionArgs& args) { return workspace_size(args); }
+}  // namespace tightkv

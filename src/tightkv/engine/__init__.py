@@ -1,0 +1,1 @@
+"""The engine: requests become sequences, sequences share steps, steps make tokens."""

@@ -1,0 +1,104 @@
+"""From scheduled chunks to the tensors of one forward pass."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from tightkv.engine.scheduler import ScheduledChunk
+from tightkv.kvcache import AttentionMetadata, KVCacheManager
+
+__all__ = ["ForwardBatch", "build_forward_batch"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBatch:
+    """A step, packed: the chunks' tokens one after the other, no padding.
+
+    Attributes:
+        input_ids: int64 `[num_tokens]`.
+        positions: int64 `[num_tokens]`.
+        logit_rows: int64 `[num_rows]`, tokens whose logits are needed.
+        rows_per_chunk: how many of these belong to each chunk.
+    """
+
+    chunks: tuple[ScheduledChunk, ...]
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    logit_rows: torch.Tensor
+    rows_per_chunk: tuple[int, ...]
+    metadata: AttentionMetadata
+
+
+def build_forward_batch(
+    chunks: Seq[ScheduledChunk], manager: KVCacheManager, device: torch.device
+) -> ForwardBatch:
+    """Lay out the chunks of a step."""
+    input_ids: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    rows_per_chunk: list[int] = []
+    for chunk in chunks:
+        begin = chunk.sequence.num_computed_tokens
+        end = begin + chunk.num_tokens
+        first_row = len(input_ids)
+        input_ids += chunk.sequence.token_ids[begin:end]
+        positions += range(begin, end)
+        chunk_rows = _logit_rows(chunk, first_row, len(input_ids))
+        rows += chunk_rows
+        rows_per_chunk.append(len(chunk_rows))
+    return ForwardBatch(
+        chunks=tuple(chunks),
+        input_ids=torch.tensor(input_ids, device=device),
+        positions=torch.tensor(positions, device=device),
+        logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        rows_per_chunk=tuple(rows_per_chunk),
+        metadata=_metadata(chunks, manager, device),
+    )
+
+
+def _logit_rows(chunk: ScheduledChunk, first: int, end: int) -> range:
+    if chunk.sequence.needs_prompt_logprobs:
+        return range(first, end)
+    return range(end - 1, end) if chunk.completes else range(0)
+
+
+def _metadata(
+    chunks: Seq[ScheduledChunk], manager: KVCacheManager, device: torch.device
+) -> AttentionMetadata:
+    lengths = [chunk.num_tokens for chunk in chunks]
+    seq_lens = [chunk.sequence.num_computed_tokens + chunk.num_tokens for chunk in chunks]
+    per_sequence = [manager.block_tables(chunk.sequence.seq_id) for chunk in chunks]
+    tables = [list(group) for group in zip(*per_sequence, strict=True)]
+    block_tables = [_block_table(group, device) for group in tables]
+    return AttentionMetadata(
+        query_start_loc=torch.tensor(
+            [0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device
+        ),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        block_tables=tuple(block_tables),
+        slot_mappings=tuple(
+            _slot_mapping(table, chunks, manager.block_size) for table in block_tables
+        ),
+        bad_tokens=torch.zeros(sum(lengths), dtype=torch.bool, device=device),
+    )
+
+
+def _block_table(tables: Seq[Seq[int]], device: torch.device) -> torch.Tensor:
+    width = max(map(len, tables))
+    padded = [[*table, *[0] * (width - len(table))] for table in tables]
+    return torch.tensor(padded, dtype=torch.int32, device=device)
+
+
+def _slot_mapping(
+    block_table: torch.Tensor, chunks: Seq[ScheduledChunk], block_size: int
+) -> torch.Tensor:
+    slots = []
+    for table, chunk in zip(block_table, chunks, strict=True):
+        begin = chunk.sequence.num_computed_tokens
+        position = torch.arange(begin, begin + chunk.num_tokens, device=block_table.device)
+        slots.append(table[position // block_size].long() * block_size + position % block_size)
+    return torch.cat(slots)

@@ -1,0 +1,144 @@
+"""Which sequences take part in a step, with how many tokens: continuous batching.
+
+Running sequences come first, oldest first, then new ones as far as token budget, sequence limit
+and blocks allow. When the pool is full the youngest running sequence is preempted: its blocks are
+given up, and it is computed anew later, to the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from tightkv.config import SchedulerConfig
+from tightkv.engine.sequence import Sequence, SequenceStatus
+from tightkv.kvcache import KVCacheManager
+
+__all__ = ["ScheduledChunk", "Scheduler"]
+
+# Logits of every row are kept for prompt log-probabilities: so many rows at a time.
+_PROMPT_LOGPROBS_CHUNK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """The next `num_tokens` uncomputed tokens of a sequence."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether the sequence's next token can be sampled after this chunk."""
+        return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+
+class Scheduler:
+    """Holds the waiting and the running sequences."""
+
+    def __init__(self, config: SchedulerConfig, manager: KVCacheManager) -> None:
+        self._config = config
+        self._manager = manager
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Let go of a finished sequence and its blocks, wherever it is."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._manager.free(sequence.seq_id)
+
+    def schedule(self) -> list[ScheduledChunk]:
+        """Choose the chunks of one step; their slots are allocated."""
+        before = self.num_preemptions
+        chunks = self._schedule_running()
+        if self.num_preemptions == before:
+            chunks += self._admit(chunks)
+        return chunks
+
+    def _schedule_running(self) -> list[ScheduledChunk]:
+        chunks: list[ScheduledChunk] = []
+        for sequence in list(self.running):
+            num_tokens = self._chunk_size(sequence, chunks)
+            if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
+                continue
+            if self._make_room(sequence, num_tokens):
+                chunks.append(ScheduledChunk(sequence, num_tokens))
+        return chunks
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Allocate, preempting the youngest until it fits; False if that was the sequence itself."""
+        needed = sequence.num_computed_tokens + num_tokens
+        while not self._manager.allocate_slots(sequence.seq_id, needed):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.running.remove(victim)
+        self._manager.free(victim.seq_id)
+        victim.status = SequenceStatus.WAITING
+        victim.num_computed_tokens = 0
+        self.waiting.appendleft(victim)
+        self.num_preemptions += 1
+
+    def _admit(self, scheduled: list[ScheduledChunk]) -> list[ScheduledChunk]:
+        admitted: list[ScheduledChunk] = []
+        held_back: list[Sequence] = []
+        while self.waiting and len(self.running) < self._config.max_num_seqs:
+            sequence = self.waiting.popleft()
+            if sequence.waits_for_leader:
+                held_back.append(sequence)
+                continue
+            chunk = self._start(sequence, scheduled + admitted)
+            if chunk is None:
+                self.waiting.appendleft(sequence)
+                break
+            admitted.append(chunk)
+        self.waiting.extendleft(reversed(held_back))
+        return admitted
+
+    def _start(self, sequence: Sequence, scheduled: list[ScheduledChunk]) -> ScheduledChunk | None:
+        """Begin a waiting sequence, if all of its tokens have room now; else change nothing."""
+        limit = 0 if sequence.needs_prompt_logprobs else sequence.num_tokens - 1
+        num_cached = self._manager.get_computed_blocks(
+            sequence.seq_id, sequence.hasher, sequence.token_ids, limit
+        )
+        sequence.num_computed_tokens = num_cached
+        num_tokens = self._chunk_size(sequence, scheduled)
+        # Room for the whole of it, or it would be the next to be preempted.
+        if num_tokens == 0 or not self._manager.allocate_slots(
+            sequence.seq_id, sequence.num_tokens
+        ):
+            self._manager.free(sequence.seq_id)
+            sequence.num_computed_tokens = 0
+            return None
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_cached
+        sequence.status = SequenceStatus.RUNNING
+        self.running.append(sequence)
+        return ScheduledChunk(sequence, num_tokens)
+
+    def _chunk_size(self, sequence: Sequence, scheduled: list[ScheduledChunk]) -> int:
+        """Tokens of the sequence that still fit into the step; 0 if none."""
+        used = sum(chunk.num_tokens for chunk in scheduled)
+        budget = self._config.max_num_batched_tokens - used
+        wanted = sequence.num_uncomputed_tokens
+        if sequence.needs_prompt_logprobs:
+            wanted = min(wanted, _PROMPT_LOGPROBS_CHUNK)
+        if self._config.enable_chunked_prefill:
+            return min(wanted, budget)
+        # Whole prompts only; one that is longer than the budget has a step to itself.
+        return wanted if wanted <= budget or not scheduled else 0

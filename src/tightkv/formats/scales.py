@@ -1,0 +1,80 @@
+"""Static scales: their values, their granularity, and the checks on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tightkv.errors import ScaleError
+from tightkv.formats.base import Granularity
+
+__all__ = ["KVCacheScales", "LayerScales", "TensorScale"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorScale:
+    """Static factors of K or of V in one layer: `x ≈ code * scale` (times the dynamic scale).
+
+    Attributes:
+        values: float32, `[]` per tensor, `[num_kv_heads]` per head,
+            `[num_kv_heads, head_size]` per channel.
+        dynamic: whether a dynamic scale per token and head goes on top (the two-factor form).
+
+    Raises:
+        ScaleError: if the shape fits no granularity, or a value is not finite and positive.
+    """
+
+    values: torch.Tensor
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.values.dim() > 2:
+            raise ScaleError(
+                f"A static scale has shape {list(self.values.shape)}: allowed are [], "
+                "[num_kv_heads] and [num_kv_heads, head_size]; reshape it."
+            )
+        usable = torch.isfinite(self.values) & (self.values > 0)
+        if not bool(usable.all()):
+            wrong = self.values[~usable].flatten()[0].item()
+            raise ScaleError(
+                f"A static scale is {wrong}: every scale must be finite and above 0; recalibrate."
+            )
+
+    @property
+    def granularity(self) -> Granularity:
+        return (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)[self.values.dim()]
+
+    def per_channel(self, num_kv_heads: int, size: int) -> torch.Tensor:
+        """The factors as float32 `[num_kv_heads, size]`, whatever their granularity.
+
+        Raises:
+            ScaleError: if they were made for other numbers of heads or channels.
+        """
+        shape = (num_kv_heads, size)[: self.values.dim()]
+        if tuple(self.values.shape) != shape:
+            raise ScaleError(
+                f"A static scale per {self.granularity.value} has shape "
+                f"{list(self.values.shape)}: this layer needs {list(shape)}; "
+                "it was made for another model."
+            )
+        factors = self.values.float().reshape(*shape, *(1,) * (2 - len(shape)))
+        return factors.expand(num_kv_heads, size).contiguous()
+
+    def fingerprint(self) -> bytes:
+        """Bytes that differ whenever the scales do; they seed the prefix cache's hashes."""
+        values = self.values.float().contiguous().cpu()
+        return repr((tuple(values.shape), self.dynamic)).encode() + values.numpy().tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerScales:
+    """Static scales of one layer; None where K or V has none."""
+
+    k: TensorScale | None = None
+    v: TensorScale | None = None
+
+
+KVCacheScales = Mapping[int, LayerScales]
+"""Static scales by layer index."""

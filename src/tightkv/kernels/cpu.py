@@ -1,0 +1,168 @@
+"""The C++ kernels, one instance per instruction set. Every call releases the GIL."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+import torch
+
+# After torch, so that both share torch's OpenMP runtime and its threads.
+from tightkv.errors import KernelError
+from tightkv.formats.base import TensorFormat
+from tightkv.formats.layout import BlockLayout
+from tightkv.kernels import _native
+from tightkv.kernels.arguments import AttentionBatch, AttentionParams, LayerCache
+
+__all__ = ["ISA_VARIABLE", "CpuBackend", "available_isas"]
+
+ISA_VARIABLE = "TIGHTKV_CPU_ISA"
+"""Environment variable that names the instruction set to use instead of the best one."""
+
+
+def available_isas() -> tuple[str, ...]:
+    """Instruction sets that this build and this processor have, the best first."""
+    return tuple(_native.available_isas())
+
+
+class CpuBackend:
+    """C++ kernels of one instruction set.
+
+    Attributes:
+        isa: "avx512", "avx2", "neon" or "scalar".
+        reason: why this one was chosen.
+    """
+
+    def __init__(self, isa: str, reason: str = "asked for") -> None:
+        self.isa = isa
+        self.reason = reason
+        self._kernels = _native.kernels(isa)
+
+    @classmethod
+    def choose(cls) -> CpuBackend:
+        """The best instruction set, or the one that `TIGHTKV_CPU_ISA` names.
+
+        Raises:
+            KernelError: if the named one is not available.
+        """
+        isas = available_isas()
+        wanted = os.environ.get(ISA_VARIABLE)
+        if wanted is None:
+            return cls(isas[0], f"the best of {', '.join(isas)} on this processor")
+        if wanted not in isas:
+            raise KernelError(
+                f"{ISA_VARIABLE} is {wanted!r}: this build and processor have {', '.join(isas)}; "
+                "unset it to take the best."
+            )
+        return cls(wanted, f"named by {ISA_VARIABLE}")
+
+    @property
+    def name(self) -> str:
+        return f"C++ {self.isa}"
+
+    def reshape_and_cache(
+        self,
+        cache: LayerCache,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        clip_counts: torch.Tensor,
+        bad_tokens: torch.Tensor,
+    ) -> None:
+        key, value = key.float(), value.float()
+        clipped = self._kernels.reshape_and_cache(
+            _native_layout(cache.layout),
+            _address(cache.blocks, torch.uint8),
+            _strided(key),
+            _strided(value),
+            _address(cache.k_scale, torch.float32),
+            _address(cache.v_scale, torch.float32),
+            _address(slot_mapping, torch.int64),
+            _address(bad_tokens, torch.bool),
+            len(slot_mapping),
+            torch.get_num_threads(),
+        )
+        if any(clipped):
+            clip_counts += torch.tensor(clipped)
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        query = query.float()
+        out = query.new_empty(*query.shape[:2], cache.layout.value_size)
+        self._kernels.paged_attention(
+            _native_layout(cache.layout),
+            _address(cache.blocks, torch.uint8),
+            _strided(query),
+            query.shape[1],
+            _address(cache.k_scale, torch.float32),
+            _address(cache.v_scale, torch.float32),
+            _address(batch.query_start_loc, torch.int32),
+            _address(batch.seq_lens, torch.int32),
+            _address(batch.block_table, torch.int32),
+            *batch.block_table.shape,
+            params.softmax_scale,
+            params.sliding_window or 0,
+            params.softcap or 0.0,
+            _address(params.sinks, torch.float32),
+            _address(out, torch.float32),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def _address(tensor: torch.Tensor | None, dtype: torch.dtype) -> int:
+    if tensor is None:
+        return 0
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        raise KernelError(
+            f"A kernel was given a tensor of {tensor.dtype}, shape {list(tensor.shape)} and "
+            f"strides {list(tensor.stride())}: it needs a contiguous one of {dtype}."
+        )
+    return tensor.data_ptr()
+
+
+def _strided(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Address and strides of `[num_tokens, heads, size]` whose channels touch."""
+    if tensor.stride(2) != 1:
+        raise KernelError(f"Channels must be contiguous, but their stride is {tensor.stride(2)}.")
+    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
+
+
+@lru_cache(maxsize=1024)
+def _native_layout(layout: BlockLayout) -> _native.Layout:
+    def tensor(
+        tensor_format: TensorFormat, size: int, padded: int, codes: int, scales: int
+    ) -> _native.TensorLayout:
+        return _native.TensorLayout(
+            code=tensor_format.code.name,
+            dynamic=tensor_format.dynamic,
+            size=size,
+            padded_size=padded,
+            codes_offset=codes,
+            scales_offset=scales,
+        )
+
+    return _native.Layout(
+        block_bytes=layout.block_bytes,
+        block_size=layout.block_size,
+        num_kv_heads=layout.num_kv_heads,
+        k=tensor(
+            layout.k_format,
+            layout.head_size,
+            layout.padded_head_size,
+            0,
+            layout.k_scale_offset,
+        ),
+        v=tensor(
+            layout.v_format,
+            layout.value_size,
+            layout.padded_value_size,
+            layout.v_offset,
+            layout.v_scale_offset,
+        ),
+    )

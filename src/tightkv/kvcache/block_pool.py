@@ -1,0 +1,90 @@
+"""Which blocks are in use, by how many sequences, and what the free ones still hold."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+__all__ = ["BlockPool"]
+
+
+class BlockPool:
+    """Block ids of one layer group, with reference counts and a memory of what they hold.
+
+    A block is free when no sequence uses it. Free blocks keep their content: one whose content
+    has a hash can be taken back by `touch` until `allocate` gives it to somebody else, the block
+    that was freed longest ago first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._block_of_hash: dict[bytes, int] = {}
+        self._hash_of_block: dict[int, bytes] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def ref_count(self, block: int) -> int:
+        """Sequences that use the block."""
+        return self._ref_counts[block]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free blocks, whose content is forgotten.
+
+        Raises:
+            ValueError: if there are fewer; the caller looks at `num_free_blocks` first.
+        """
+        if count > len(self._free):
+            raise ValueError(f"{count} blocks were asked for, {len(self._free)} are free")
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self._forget(block)
+            self._ref_counts[block] = 1
+        return blocks
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Use blocks that hold what is needed; they leave the free ones."""
+        for block in blocks:
+            self._free.pop(block, None)
+            self._ref_counts[block] += 1
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give up one use of each block. The last one given is the first to be reused."""
+        for block in reversed(blocks):
+            if self._ref_counts[block] == 0:
+                raise ValueError(f"block {block} is freed, but nobody uses it")
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free[block] = None
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block that holds this content, in use or free."""
+        return self._block_of_hash.get(block_hash)
+
+    def remember(self, block: int, block_hash: bytes) -> None:
+        """Note the content of a full block. A second block with the same content stays unknown."""
+        if block_hash not in self._block_of_hash and block not in self._hash_of_block:
+            self._block_of_hash[block_hash] = block
+            self._hash_of_block[block] = block_hash
+
+    def forget_all(self) -> None:
+        """Forget all content, so that nothing is taken back."""
+        self._block_of_hash.clear()
+        self._hash_of_block.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the pool contradicts itself."""
+        for block, count in enumerate(self._ref_counts):
+            assert count >= 0, f"block {block} has {count} users"
+            assert (count == 0) == (block in self._free), f"block {block} is free and used"
+        for block_hash, block in self._block_of_hash.items():
+            assert self._hash_of_block.get(block) == block_hash, f"hash of block {block} differs"
+        assert len(self._block_of_hash) == len(self._hash_of_block), "hashes do not match blocks"
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of_block.pop(block, None)
+        if block_hash is not None:
+            del self._block_of_hash[block_hash]

@@ -1,0 +1,151 @@
+"""Block tables: which blocks hold the tokens of each sequence, in every layer group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tightkv.kvcache.block_hash import BlockHasher
+from tightkv.kvcache.block_pool import BlockPool
+
+__all__ = ["KVCacheManager"]
+
+
+@dataclass(slots=True)
+class _Allocation:
+    """What one sequence holds. `block_tables` has one list per layer group."""
+
+    hasher: BlockHasher
+    block_tables: list[list[int]]
+    num_remembered: int = field(default=0)
+
+
+class KVCacheManager:
+    """Gives blocks to sequences and takes them back.
+
+    Every group has a pool of its own with the same number of blocks: a block id stands for
+    `block_size` tokens in all layers of that group.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_blocks: int,
+        block_size: int,
+        seed: bytes,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        """Start with all blocks free.
+
+        Args:
+            num_groups: layer groups.
+            num_blocks: blocks of each group.
+            block_size: tokens per block.
+            seed: fingerprint of model, formats and scales.
+            enable_prefix_caching: whether requests share blocks. Sequences of one request
+                (`n` above 1) always do.
+        """
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self._pools = [BlockPool(num_blocks) for _ in range(num_groups)]
+        self._seed = seed
+        self._enable_prefix_caching = enable_prefix_caching
+        self._allocations: dict[str, _Allocation] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that every group could still give."""
+        return min(pool.num_free_blocks for pool in self._pools)
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool in use, 0 to 1."""
+        return 1.0 - self.num_free_blocks / self.num_blocks
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._allocations)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def new_hasher(self, request_id: str) -> BlockHasher:
+        """A hasher for one sequence; without prefix caching only its request shares blocks."""
+        salt = "" if self._enable_prefix_caching else request_id
+        return BlockHasher(self.block_size, self._seed, salt)
+
+    def get_computed_blocks(
+        self, seq_id: str, hasher: BlockHasher, token_ids: Sequence[int], max_tokens: int
+    ) -> int:
+        """Start a sequence with the blocks that hold its beginning already.
+
+        Args:
+            seq_id: name of the sequence, which holds nothing yet.
+            hasher: the sequence's, from `new_hasher`.
+            token_ids: its tokens.
+            max_tokens: how many of them may be taken from the cache.
+
+        Returns:
+            Number of tokens found, a multiple of the block size.
+        """
+        found: list[tuple[int, ...]] = []
+        for block_hash in hasher.full_blocks(token_ids, max_tokens):
+            blocks = [pool.find(block_hash) for pool in self._pools]
+            if any(block is None for block in blocks):
+                break
+            found.append(tuple(block for block in blocks if block is not None))
+        tables = [[blocks[group] for blocks in found] for group in range(len(self._pools))]
+        for pool, table in zip(self._pools, tables, strict=True):
+            pool.touch(table)
+        self._allocations[seq_id] = _Allocation(hasher, tables, len(found))
+        return len(found) * self.block_size
+
+    def allocate_slots(self, seq_id: str, num_tokens: int) -> bool:
+        """Make room for the first `num_tokens` tokens of a sequence; False: no room, no change."""
+        tables = self._allocations[seq_id].block_tables
+        missing = self.blocks_for(num_tokens) - len(tables[0])
+        if missing > self.num_free_blocks:
+            return False
+        if missing > 0:
+            for pool, table in zip(self._pools, tables, strict=True):
+                table.extend(pool.allocate(missing))
+        return True
+
+    def remember_blocks(
+        self, seq_id: str, token_ids: Sequence[int], num_computed_tokens: int
+    ) -> None:
+        """Offer the sequence's full, checked blocks to others."""
+        allocation = self._allocations[seq_id]
+        hashes = allocation.hasher.full_blocks(token_ids, num_computed_tokens)
+        for index in range(allocation.num_remembered, len(hashes)):
+            for pool, table in zip(self._pools, allocation.block_tables, strict=True):
+                pool.remember(table[index], hashes[index])
+        allocation.num_remembered = max(allocation.num_remembered, len(hashes))
+
+    def free(self, seq_id: str) -> None:
+        """Give back all blocks of a sequence; one that holds none is left alone."""
+        allocation = self._allocations.pop(seq_id, None)
+        if allocation is not None:
+            for pool, table in zip(self._pools, allocation.block_tables, strict=True):
+                pool.free(table)
+
+    def block_tables(self, seq_id: str) -> list[list[int]]:
+        """Block ids of a sequence, per layer group."""
+        return self._allocations[seq_id].block_tables
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all content, so that no later sequence starts with blocks of an earlier one."""
+        for pool in self._pools:
+            pool.forget_all()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if pools and block tables contradict each other."""
+        for group, pool in enumerate(self._pools):
+            pool.check_integrity()
+            users = [0] * pool.num_blocks
+            for allocation in self._allocations.values():
+                for block in allocation.block_tables[group]:
+                    users[block] += 1
+            for block, count in enumerate(users):
+                assert count == pool.ref_count(block), f"block {block} of group {group} leaks"

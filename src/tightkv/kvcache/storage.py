@@ -1,0 +1,140 @@
+"""The bytes of the cache: one tensor of blocks per layer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+from tightkv.errors import InsufficientMemoryError
+from tightkv.formats import KVCacheScales, LayerScales, TensorScale
+from tightkv.kernels import (
+    AttentionBatch,
+    AttentionParams,
+    Backend,
+    LayerCache,
+    paged_attention,
+    reshape_and_cache,
+)
+from tightkv.kvcache.metadata import AttentionMetadata
+from tightkv.kvcache.spec import KVCacheSpec, LayerGroup
+
+__all__ = ["KVCacheStorage"]
+
+
+class KVCacheStorage:
+    """Blocks, static scales and clip counts of every layer, and the two things done with them."""
+
+    def __init__(
+        self,
+        groups: tuple[LayerGroup, ...],
+        num_blocks: int,
+        device: torch.device,
+        backend: Backend,
+        scales: KVCacheScales | None = None,
+        kv_sources: Mapping[int, int] | None = None,
+    ) -> None:
+        """Allocate `num_blocks` blocks for each layer.
+
+        Args:
+            groups: the layers.
+            num_blocks: blocks of each group.
+            device: where the blocks lie.
+            backend: the kernels that read and write them.
+            scales: static scales of the layers that have some.
+            kv_sources: layers that read the K and V of another layer, and which.
+
+        Raises:
+            InsufficientMemoryError: if the memory cannot be had.
+        """
+        self.groups = groups
+        self.num_blocks = num_blocks
+        self.backend = backend
+        self._kv_sources = dict(kv_sources or {})
+        self._group_of: dict[int, int] = {}
+        self._layers: dict[int, LayerCache] = {}
+        self._clip_counts: dict[int, torch.Tensor] = {}
+        for index, group in enumerate(groups):
+            for spec in group.specs:
+                layer_scales = (scales or {}).get(spec.layer_idx, LayerScales())
+                self._group_of[spec.layer_idx] = index
+                self._layers[spec.layer_idx] = _allocate(spec, num_blocks, device, layer_scales)
+                self._clip_counts[spec.layer_idx] = torch.zeros(2, dtype=torch.int64, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks, as allocated."""
+        return sum(layer.blocks.numel() for layer in self._layers.values())
+
+    def clip_counts(self) -> dict[int, tuple[int, int]]:
+        """Values of K and of V clipped so far, by layer."""
+        return {
+            layer: (int(counts[0]), int(counts[1])) for layer, counts in self._clip_counts.items()
+        }
+
+    def layer(self, layer_idx: int) -> LayerCache:
+        """Blocks and formats that a layer reads."""
+        return self._layers[self._source(layer_idx)]
+
+    def write(
+        self, layer_idx: int, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+    ) -> None:
+        """Store K and V `[num_tokens, num_kv_heads, size]`, unless another layer stores them."""
+        if layer_idx in self._kv_sources:
+            return
+        reshape_and_cache(
+            self.backend,
+            self._layers[layer_idx],
+            key,
+            value,
+            metadata.slot_mappings[self._group_of[layer_idx]],
+            self._clip_counts[layer_idx],
+            metadata.bad_tokens,
+        )
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Attention of `[num_tokens, num_heads, head_size]` over the layer's cache."""
+        group = self._group_of[self._source(layer_idx)]
+        batch = AttentionBatch(
+            metadata.query_start_loc, metadata.seq_lens, metadata.block_tables[group]
+        )
+        return paged_attention(self.backend, query, self.layer(layer_idx), batch, params)
+
+    def fingerprint(self) -> bytes:
+        """Digest of formats and static scales: blocks of another fingerprint are not reused."""
+        digest = hashlib.sha256()
+        for layer_idx, layer in sorted(self._layers.items()):
+            digest.update(repr((layer_idx, layer.layout)).encode())
+            for factors in (layer.k_scale, layer.v_scale):
+                if factors is not None:
+                    digest.update(TensorScale(factors).fingerprint())
+        return digest.digest()
+
+    def _source(self, layer_idx: int) -> int:
+        return self._kv_sources.get(layer_idx, layer_idx)
+
+
+def _allocate(
+    spec: KVCacheSpec, num_blocks: int, device: torch.device, scales: LayerScales
+) -> LayerCache:
+    try:
+        # Zeros: a block never read as garbage, and on a CPU no memory until it is written.
+        blocks = torch.zeros(num_blocks, spec.block_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise InsufficientMemoryError(
+            f"The KV cache of layer {spec.layer_idx} needs {num_blocks * spec.block_bytes} bytes "
+            f"on {device}, which could not be had: lower --kv-cache-memory-bytes, --max-model-len "
+            "or --max-num-seqs, or choose a narrower --kv-cache-dtype."
+        ) from error
+    k_scale, v_scale = (
+        None if scale is None else scale.per_channel(spec.num_kv_heads, size).to(device)
+        for scale, size in ((scales.k, spec.head_size), (scales.v, spec.value_size))
+    )
+    return LayerCache(blocks, spec.layout, k_scale, v_scale)

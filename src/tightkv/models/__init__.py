@@ -1,0 +1,16 @@
+"""Models of transformers, loaded, packed, and their attention handed to the cache."""
+
+from tightkv.models.attention import AttentionCall, attend_with, use_paged_attention
+from tightkv.models.geometry import LayerGeometry, ModelGeometry, probe_geometry
+from tightkv.models.loader import LoadedModel, load_model
+
+__all__ = [
+    "AttentionCall",
+    "LayerGeometry",
+    "LoadedModel",
+    "ModelGeometry",
+    "attend_with",
+    "load_model",
+    "probe_geometry",
+    "use_paged_attention",
+]

@@ -1,0 +1,105 @@
+"""Shapes of each attention layer, learned from one short run of the model.
+
+Head sizes, KV heads and windows can differ by layer, and no config says so in one way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from tightkv.errors import UnsupportedModelError
+from tightkv.models.attention import AttentionCall, attend_with
+
+__all__ = ["LayerGeometry", "ModelGeometry", "probe_geometry"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """Shapes of one attention layer that stores K and V of its own."""
+
+    layer_idx: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int
+    sliding_window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGeometry:
+    """Attributes:
+    layers: layers that store K and V, in order.
+    kv_sources: layers that read another layer's K and V, and which.
+    """
+
+    layers: tuple[LayerGeometry, ...]
+    kv_sources: dict[int, int]
+
+
+class _Probe:
+    """Attention handler that notes shapes. What it returns has the right shape and no meaning."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerGeometry] = {}
+        self.kv_sources: dict[int, int] = {}
+        self._keys: dict[int, torch.Tensor] = {}
+
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        if call.layer_idx in self._keys:
+            raise UnsupportedModelError(
+                f"Layer {call.layer_idx} calls attention twice in one step, which the paged cache "
+                "cannot tell apart: use a model that calls it once per layer."
+            )
+        self._keys[call.layer_idx] = call.key_source
+        source = next((i for i, k in self._keys.items() if k is call.key_source), call.layer_idx)
+        if source != call.layer_idx:
+            self.kv_sources[call.layer_idx] = source
+        else:
+            self.layers[call.layer_idx] = _geometry(call)
+        group = call.query.shape[1] // call.key.shape[1]
+        return call.value.repeat_interleave(group, dim=1)
+
+
+def probe_geometry(model: PreTrainedModel) -> ModelGeometry:
+    """Run two tokens through a model made ready by `use_paged_attention`, and note all shapes.
+
+    Raises:
+        UnsupportedModelError: if the model has no attention layer, or uses one in a way that the
+            cache cannot serve.
+    """
+    probe = _Probe()
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    with torch.inference_mode(), attend_with(probe):
+        model(
+            input_ids=ids,
+            position_ids=torch.arange(2, device=model.device)[None],
+            use_cache=False,
+            logits_to_keep=1,
+        )
+    if not probe.layers:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} never called attention: it has no K and V to cache."
+        )
+    layers = tuple(probe.layers[layer] for layer in sorted(probe.layers))
+    return ModelGeometry(layers, probe.kv_sources)
+
+
+def _geometry(call: AttentionCall) -> LayerGeometry:
+    num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
+    if num_heads % num_kv_heads or call.query.shape[2] != call.key.shape[2]:
+        raise UnsupportedModelError(
+            f"Layer {call.layer_idx} has {num_heads} query heads of size {call.query.shape[2]} and "
+            f"{num_kv_heads} KV heads of size {call.key.shape[2]}: the first number must be a "
+            "multiple of the third, and the sizes must be equal."
+        )
+    return LayerGeometry(
+        layer_idx=call.layer_idx,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=call.key.shape[2],
+        value_size=call.value.shape[2],
+        sliding_window=call.params.sliding_window,
+    )

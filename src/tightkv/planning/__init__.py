@@ -1,0 +1,5 @@
+"""How much memory there is, and how many blocks it gives."""
+
+from tightkv.planning.memory import MemoryPlan, available_memory, plan_memory
+
+__all__ = ["MemoryPlan", "available_memory", "plan_memory"]

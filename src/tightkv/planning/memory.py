@@ -1,0 +1,169 @@
+"""Pool size: bytes from the user or from what the machine has left, blocks from the specs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tightkv.config import CacheConfig
+from tightkv.errors import ConfigError, InsufficientMemoryError
+from tightkv.kvcache import LayerGroup
+
+__all__ = ["MemoryPlan", "PoolRequest", "available_memory", "plan_memory"]
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRequest:
+    """What the pool must serve, and what else needs memory.
+
+    Attributes:
+        max_model_len: longest sequence asked for; None: as the model and the pool allow.
+        max_position: longest sequence that the model knows.
+        total_bytes: memory available before the weights were loaded.
+        weight_bytes: bytes of the weights.
+        peak_bytes: bytes of a step's largest intermediate results.
+    """
+
+    max_model_len: int | None
+    max_position: int
+    max_num_seqs: int
+    total_bytes: int
+    weight_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The pool.
+
+    Attributes:
+        num_blocks: blocks of each layer group.
+        block_size: tokens per block.
+        bytes_per_block: bytes of one block in all layers.
+        max_model_len: longest sequence that is served.
+        reason: where the size comes from, for the log.
+    """
+
+    num_blocks: int
+    block_size: int
+    bytes_per_block: int
+    max_model_len: int
+    reason: str
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.bytes_per_block / self.block_size
+
+    def max_concurrency(self, num_tokens: int) -> float:
+        """Sequences of `num_tokens` tokens that fit at once."""
+        return self.num_blocks / -(-num_tokens // self.block_size)
+
+
+def plan_memory(
+    groups: tuple[LayerGroup, ...], cache: CacheConfig, request: PoolRequest
+) -> MemoryPlan:
+    """Size the pool.
+
+    Raises:
+        ConfigError: if `max_model_len` is more than the model knows.
+        InsufficientMemoryError: if one sequence of the wanted length does not fit.
+    """
+    wanted = request.max_model_len or request.max_position
+    if wanted > request.max_position:
+        raise ConfigError(
+            f"max_model_len is {wanted}, but the model knows {request.max_position} positions: "
+            "lower it."
+        )
+    bytes_per_block = sum(group.block_bytes for group in groups)
+    budget, reason = _budget(cache, request)
+    blocks_per_sequence = -(-wanted // cache.block_size)
+    num_blocks = budget // bytes_per_block
+    if num_blocks > blocks_per_sequence * request.max_num_seqs:
+        num_blocks = blocks_per_sequence * request.max_num_seqs
+        reason += f"; cut to {request.max_num_seqs} sequences of {wanted} tokens"
+    if num_blocks < 1 or (request.max_model_len and num_blocks < blocks_per_sequence):
+        needed = (blocks_per_sequence if request.max_model_len else 1) * bytes_per_block
+        raise InsufficientMemoryError(
+            f"The KV cache pool has {_size(budget)} ({reason}), but one sequence of "
+            f"{wanted if request.max_model_len else cache.block_size} tokens needs "
+            f"{_size(needed)}: raise --kv-cache-memory-bytes or --gpu-memory-utilization, lower "
+            "--max-model-len, or choose a narrower --kv-cache-dtype."
+        )
+    return MemoryPlan(
+        num_blocks=num_blocks,
+        block_size=cache.block_size,
+        bytes_per_block=bytes_per_block,
+        max_model_len=min(wanted, num_blocks * cache.block_size),
+        reason=reason,
+    )
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: the machine's free memory, or its cgroup's rest."""
+    return min([_memory_available(), *_cgroup_rest()])
+
+
+def _budget(cache: CacheConfig, request: PoolRequest) -> tuple[int, str]:
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    usable = int(request.total_bytes * cache.gpu_memory_utilization)
+    budget = usable - request.weight_bytes - request.peak_bytes
+    return max(budget, 0), (
+        f"{cache.gpu_memory_utilization:g} of {_size(request.total_bytes)} available, less "
+        f"{_size(request.weight_bytes)} weights and {_size(request.peak_bytes)} for a step"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return (
+        f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB / 10 else f"{num_bytes / 2**20:.2f} MiB"
+    )
+
+
+def _memory_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError(
+        "This system does not tell its free memory (/proc/meminfo has no MemAvailable): "
+        "set --kv-cache-memory-bytes."
+    )
+
+
+def _cgroup_rest() -> list[int]:
+    """What the cgroups of this process (version 2 or 1) leave, from its own up to the root."""
+    rests = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        while folder == root or root in folder.parents:
+            rests += _rest(folder, *names)
+            folder = folder.parent
+    return rests
+
+
+def _rest(folder: Path, limit_name: str, usage_name: str) -> list[int]:
+    limit_file, usage_file = folder / limit_name, folder / usage_name
+    if not limit_file.is_file() or not usage_file.is_file():
+        return []
+    limit = limit_file.read_text().strip()
+    if limit == "max":
+        return []
+    return [max(0, int(limit) - int(usage_file.read_text()))]
