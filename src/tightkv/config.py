@@ -13,7 +13,15 @@ from typing import Any
 
 from tightkv.errors import ConfigError
 
-__all__ = ["PARTS", "CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "SchedulerConfig"]
+__all__ = [
+    "PARTS",
+    "REFUSED_OPTIONS",
+    "CacheConfig",
+    "DeviceConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "SchedulerConfig",
+]
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
@@ -99,6 +107,8 @@ class EngineConfig:
         """
         owner = {option.name: part for part in PARTS for option in fields(PARTS[part])}
         for name in options:
+            if name in REFUSED_OPTIONS:
+                raise ConfigError(f"{name} is refused: {REFUSED_OPTIONS[name]}")
             if name not in owner:
                 raise ConfigError(_unknown_option(name, owner))
         return cls(
@@ -115,6 +125,21 @@ PARTS: dict[str, type[Any]] = {
     "scheduler": SchedulerConfig,
     "device": DeviceConfig,
 }
+
+
+REFUSED_OPTIONS: dict[str, str] = {
+    "enable_lora": "LoRA adapters are not served; merge the adapter into the model's weights.",
+    "lora_modules": "LoRA adapters are not served; merge the adapter into the model's weights.",
+    "speculative_config": "speculative decoding is not served; leave it out.",
+    "speculative_model": "speculative decoding is not served; leave it out.",
+    "limit_mm_per_prompt": "images, audio and video are not served; send text.",
+    "quantization": "weights are served as the checkpoint holds them; leave it out.",
+    "load_format": "weights are read from safetensors or GGUF; leave it out.",
+    "tensor_parallel_size": "one process serves on one device; leave it out.",
+    "pipeline_parallel_size": "one process serves on one device; leave it out.",
+    "swap_space": "preempted sequences are computed anew, not moved; leave it out.",
+}
+"""Options that other engines have and this one does not, each with what to do instead."""
 
 
 def _unknown_option(name: str, known: Mapping[str, str]) -> str:

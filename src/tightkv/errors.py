@@ -2,7 +2,7 @@
 
 TightKVError
 ├── ConfigError (also ValueError)        a setting, or two settings together, cannot be served
-│   ├── UnsupportedFormatError           a KV cache format that this layer, device or head size lacks
+│   ├── UnsupportedFormatError           a KV cache format that does not exist here
 │   ├── UnsupportedModelError            a model that would be served wrongly
 │   └── InsufficientMemoryError          the KV cache does not fit; says how much is missing
 ├── CheckpointError                      a model folder or file that cannot be read

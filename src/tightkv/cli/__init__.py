@@ -1,0 +1,1 @@
+"""The command line: `tightkv generate` and what follows."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tightkv.config import SchedulerConfig
 from tightkv.engine.sequence import Sequence, SequenceStatus
 from tightkv.kvcache import KVCacheManager
+from tightkv.metrics import EngineStats
 
 __all__ = ["ScheduledChunk", "Scheduler"]
 
@@ -36,12 +37,14 @@ class ScheduledChunk:
 class Scheduler:
     """Holds the waiting and the running sequences."""
 
-    def __init__(self, config: SchedulerConfig, manager: KVCacheManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, manager: KVCacheManager, stats: EngineStats
+    ) -> None:
         self._config = config
         self._manager = manager
+        self._stats = stats
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -60,9 +63,9 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledChunk]:
         """Choose the chunks of one step; their slots are allocated."""
-        before = self.num_preemptions
+        before = self._stats.num_preemptions
         chunks = self._schedule_running()
-        if self.num_preemptions == before:
+        if self._stats.num_preemptions == before:
             chunks += self._admit(chunks)
         return chunks
 
@@ -77,7 +80,7 @@ class Scheduler:
         return chunks
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate, preempting the youngest until it fits; False if that was the sequence itself."""
+        """Allocate, preempting the youngest until it fits; False: the sequence was it."""
         needed = sequence.num_computed_tokens + num_tokens
         while not self._manager.allocate_slots(sequence.seq_id, needed):
             victim = self.running[-1]
@@ -89,10 +92,11 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         self.running.remove(victim)
         self._manager.free(victim.seq_id)
+        self._stats.num_preemptions += 1
+        self._stats.num_preempted_tokens += victim.num_computed_tokens
         victim.status = SequenceStatus.WAITING
         victim.num_computed_tokens = 0
         self.waiting.appendleft(victim)
-        self.num_preemptions += 1
 
     def _admit(self, scheduled: list[ScheduledChunk]) -> list[ScheduledChunk]:
         admitted: list[ScheduledChunk] = []
@@ -127,6 +131,8 @@ class Scheduler:
             return None
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_cached
+            self._stats.prefix_cache_queries += sequence.prompt_len
+            self._stats.prefix_cache_hits += num_cached
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
         return ScheduledChunk(sequence, num_tokens)

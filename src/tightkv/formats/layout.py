@@ -78,17 +78,14 @@ class BlockLayout:
     def k_codes(self, blocks: torch.Tensor) -> torch.Tensor:
         """View of K codes, `[num_blocks, num_kv_heads, tiles, head_size / i, 16, i]`."""
         code = self.k_format.code
-        return self._section(blocks, 0, code.dtype, self.padded_head_size).unflatten(
-            -1, (self.padded_head_size // code.interleave, TILE, code.interleave)
-        )
+        shape = (self.padded_head_size // code.interleave, TILE, code.interleave)
+        return self._section(blocks, 0, code.dtype, self.padded_head_size, shape)
 
     def v_codes(self, blocks: torch.Tensor) -> torch.Tensor:
         """View of V codes, `[num_blocks, num_kv_heads, tiles, value_size / 16, 16 / i, 16, i]`."""
         code = self.v_format.code
-        return self._section(blocks, self.v_offset, code.dtype, self.padded_value_size).unflatten(
-            -1,
-            (self.padded_value_size // TILE, TILE // code.interleave, TILE, code.interleave),
-        )
+        shape = (self.padded_value_size // TILE, TILE // code.interleave, TILE, code.interleave)
+        return self._section(blocks, self.v_offset, code.dtype, self.padded_value_size, shape)
 
     def k_scales(self, blocks: torch.Tensor) -> torch.Tensor | None:
         """View of K's dynamic scales, float16 `[num_blocks, num_kv_heads, block_size]`."""
@@ -99,13 +96,18 @@ class BlockLayout:
         return self._scales(blocks, self.v_format, self.v_scale_offset)
 
     def _section(
-        self, blocks: torch.Tensor, offset: int, dtype: torch.dtype, size: int
+        self,
+        blocks: torch.Tensor,
+        offset: int,
+        dtype: torch.dtype,
+        size: int,
+        tile_shape: tuple[int, ...],
     ) -> torch.Tensor:
         num_bytes = self.num_kv_heads * self.block_size * size * dtype.itemsize
         # float8 tensors cannot be indexed everywhere; their bytes can.
         stored = torch.uint8 if dtype.itemsize == 1 and dtype.is_floating_point else dtype
         section = blocks[:, offset : offset + num_bytes].view(stored)
-        return section.unflatten(-1, (self.num_kv_heads, self.block_size // TILE, size * TILE))
+        return section.view(-1, self.num_kv_heads, self.block_size // TILE, *tile_shape)
 
     def _scales(
         self, blocks: torch.Tensor, tensor_format: TensorFormat, offset: int
@@ -114,4 +116,4 @@ class BlockLayout:
         if not num_bytes:
             return None
         section = blocks[:, offset : offset + num_bytes].view(torch.float16)
-        return section.unflatten(-1, (self.num_kv_heads, self.block_size))
+        return section.view(-1, self.num_kv_heads, self.block_size)

@@ -48,7 +48,8 @@ def resolve_format(
     """
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise UnsupportedFormatError(
-            f"Unknown KV cache dtype {kv_cache_dtype!r}: choose one of {', '.join(KV_CACHE_DTYPES)}."
+            f"Unknown KV cache dtype {kv_cache_dtype!r}: choose one of "
+            f"{', '.join(KV_CACHE_DTYPES)}."
         )
     name = dtype_name(model_dtype) if kv_cache_dtype == "auto" else kv_cache_dtype
     name = _ALIASES.get(name, name)

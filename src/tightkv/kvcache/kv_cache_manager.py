@@ -15,7 +15,6 @@ __all__ = ["KVCacheManager"]
 class _Allocation:
     """What one sequence holds. `block_tables` has one list per layer group."""
 
-    hasher: BlockHasher
     block_tables: list[list[int]]
     num_remembered: int = field(default=0)
 
@@ -98,7 +97,7 @@ class KVCacheManager:
         tables = [[blocks[group] for blocks in found] for group in range(len(self._pools))]
         for pool, table in zip(self._pools, tables, strict=True):
             pool.touch(table)
-        self._allocations[seq_id] = _Allocation(hasher, tables, len(found))
+        self._allocations[seq_id] = _Allocation(tables, len(found))
         return len(found) * self.block_size
 
     def allocate_slots(self, seq_id: str, num_tokens: int) -> bool:
@@ -113,11 +112,15 @@ class KVCacheManager:
         return True
 
     def remember_blocks(
-        self, seq_id: str, token_ids: Sequence[int], num_computed_tokens: int
+        self,
+        seq_id: str,
+        hasher: BlockHasher,
+        token_ids: Sequence[int],
+        num_computed_tokens: int,
     ) -> None:
         """Offer the sequence's full, checked blocks to others."""
         allocation = self._allocations[seq_id]
-        hashes = allocation.hasher.full_blocks(token_ids, num_computed_tokens)
+        hashes = hasher.full_blocks(token_ids, num_computed_tokens)
         for index in range(allocation.num_remembered, len(hashes)):
             for pool, table in zip(self._pools, allocation.block_tables, strict=True):
                 pool.remember(table[index], hashes[index])

@@ -1,5 +1,6 @@
 """Models of transformers, loaded, packed, and their attention handed to the cache."""
 
+from tightkv.models.activation import peak_activation_bytes
 from tightkv.models.attention import AttentionCall, attend_with, use_paged_attention
 from tightkv.models.geometry import LayerGeometry, ModelGeometry, probe_geometry
 from tightkv.models.loader import LoadedModel, load_model
@@ -11,6 +12,7 @@ __all__ = [
     "ModelGeometry",
     "attend_with",
     "load_model",
+    "peak_activation_bytes",
     "probe_geometry",
     "use_paged_attention",
 ]

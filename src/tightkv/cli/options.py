@@ -1,0 +1,99 @@
+"""Command-line flags, made from the fields of the configuration."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Any, get_type_hints
+
+from tightkv.config import PARTS, REFUSED_OPTIONS
+from tightkv.errors import ConfigError
+
+__all__ = ["add_engine_flags", "engine_options", "parse_bytes"]
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each field of `EngineConfig`'s parts, and the model as an argument."""
+    for name, part in PARTS.items():
+        group = parser.add_argument_group(f"{name} options")
+        types = get_type_hints(part)
+        for option in fields(part):
+            if option.metadata.get("positional"):
+                parser.add_argument(
+                    option.name, metavar=option.name.upper(), help=option.metadata["help"]
+                )
+            elif not option.metadata.get("python_only"):
+                _add_flag(group, option, types[option.name])
+    for name, reason in REFUSED_OPTIONS.items():
+        parser.add_argument(
+            _flag(name), nargs="*", dest=name, action=_Refuse, const=reason, help=argparse.SUPPRESS
+        )
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The flags that were given, as options of `EngineConfig.from_options`."""
+    given: Mapping[str, Any] = vars(arguments)
+    names = [option.name for part in PARTS.values() for option in fields(part)]
+    return {name: given[name] for name in names if name in given}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size, as `512M` (10^6), `2GiB` (2^30), or without a unit."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?)B?", text.strip().upper())
+    if match is None or match[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size: give bytes, or a number with K, M, G, KiB, MiB or GiB"
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+class _Refuse(argparse.Action):
+    """A flag that other engines have: one sentence instead of "unrecognized arguments"."""
+
+    def __call__(
+        self, parser: object, namespace: object, values: object, option: Any = None
+    ) -> None:
+        raise ConfigError(f"{option} is refused: {self.const}")
+
+
+def _add_flag(group: Any, option: Field[Any], kind: Any) -> None:
+    # Absent flags leave no trace, so that defaults stay in one place.
+    settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(option)}
+    if kind is bool:
+        settings["action"] = argparse.BooleanOptionalAction
+    elif "item" in option.metadata:
+        settings |= {"nargs": "+", "type": option.metadata["item"], "metavar": "LAYER"}
+    else:
+        settings["type"] = parse_bytes if option.metadata.get("bytes") else _scalar(kind)
+        settings["choices"] = option.metadata.get("choices")
+        if settings["choices"] is None:
+            settings["metavar"] = "BYTES" if option.metadata.get("bytes") else _metavar(kind)
+    group.add_argument(_flag(option.name), dest=option.name, **settings)
+
+
+def _help(option: Field[Any]) -> str:
+    text = str(option.metadata["help"])
+    if option.default in (None, (), MISSING) or option.default is True or option.default is False:
+        return text
+    return f"{text} (default: {option.default})"
+
+
+def _scalar(kind: Any) -> type:
+    return next(scalar for scalar in (int, float, str) if scalar in (kind, *_members(kind)))
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    members: tuple[Any, ...] = getattr(kind, "__args__", ())
+    return members
+
+
+def _metavar(kind: Any) -> str:
+    return {int: "N", float: "X", str: "NAME"}[_scalar(kind)]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

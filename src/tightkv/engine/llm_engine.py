@@ -1,0 +1,269 @@
+"""The engine: the only class that sees requests, scheduler, cache and model at once."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections.abc import Sequence as Seq
+
+from tightkv.config import EngineConfig
+from tightkv.engine.batch import build_forward_batch
+from tightkv.engine.detokenizer import IncrementalDetokenizer
+from tightkv.engine.model_runner import ModelRunner
+from tightkv.engine.output_processor import LogitsObserver, OutputProcessor
+from tightkv.engine.request import Request
+from tightkv.engine.resolve import (
+    check_config,
+    log_plan,
+    resolve_config,
+    resolve_device,
+    resolve_specs,
+)
+from tightkv.engine.sampler import SamplingState
+from tightkv.engine.sampling_params import SamplingParams
+from tightkv.engine.scheduler import ScheduledChunk, Scheduler
+from tightkv.engine.sequence import Sequence
+from tightkv.errors import PromptTooLongError, RequestError
+from tightkv.formats.registry import dtype_name
+from tightkv.kernels import Backend, select_backend
+from tightkv.kvcache import KVCacheManager, KVCacheStorage, LayerGroup, group_layers
+from tightkv.metrics import EngineStats
+from tightkv.models import (
+    LoadedModel,
+    ModelGeometry,
+    load_model,
+    peak_activation_bytes,
+    probe_geometry,
+    use_paged_attention,
+)
+from tightkv.planning import PoolRequest, available_memory, plan_memory
+
+__all__ = ["LLMEngine"]
+
+_logger = logging.getLogger("tightkv")
+
+
+class LLMEngine:
+    """Takes requests, runs steps. Not thread-safe: one thread adds, steps and aborts.
+
+    Attributes:
+        config: what is served; nothing in it is "auto".
+        model: the model, which other engines may share.
+        plan: the pool.
+        stats: counters since the start.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        model: LoadedModel | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        """Load the model (unless one is given), size the pool, allocate the cache.
+
+        Raises:
+            ConfigError: for settings that contradict each other or the model.
+            CheckpointError: if the model cannot be read.
+            InsufficientMemoryError: if the cache does not fit.
+        """
+        check_config(config)
+        self.device = resolve_device(config.device.device)
+        self._backend = backend or select_backend(self.device)
+        total_bytes = available_memory() + (model.weight_bytes if model else 0)
+        self.model = model or load_model(config.model, self.device)
+        use_paged_attention(self.model.model)
+        geometry = probe_geometry(self.model.model)
+        groups = group_layers(resolve_specs(config.cache, geometry, self.model.dtype))
+        self.plan = plan_memory(groups, config.cache, self._pool_request(config, total_bytes))
+        self.config = resolve_config(config, self.plan, dtype_name(self.model.dtype))
+        self.storage = self._allocate(groups, geometry)
+        log_plan(self.device, self.plan, groups, f"{self._backend.name} ({self._backend.reason})")
+        self.manager = KVCacheManager(
+            num_groups=len(groups),
+            num_blocks=self.plan.num_blocks,
+            block_size=config.cache.block_size,
+            seed=hashlib.sha256(self.model.name.encode() + self.storage.fingerprint()).digest(),
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+        )
+        self.stats = EngineStats()
+        self.scheduler = Scheduler(self.config.scheduler, self.manager, self.stats)
+        self._runner = ModelRunner(self.model, self.storage)
+        self._processor = OutputProcessor(self.model.tokenizer, self.model.eos_token_ids)
+        self._requests: dict[str, Request] = {}
+        self._num_added = 0
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_work
+
+    def observe_logits(self, observer: LogitsObserver | None) -> None:
+        """Let `observer` see the logits from which each token is taken (evaluation)."""
+        self._processor.observer = observer
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Seq[int],
+        params: SamplingParams,
+        prompt_text: str | None = None,
+    ) -> Request:
+        """Queue a request.
+
+        Args:
+            request_id: a name that no unfinished request has.
+            prompt: text, or token ids.
+            params: how to answer.
+            prompt_text: the text of a prompt given as token ids, for the output.
+
+        Raises:
+            RequestError: if it can never be served; nothing is queued.
+        """
+        if request_id in self._requests:
+            raise RequestError(
+                f"Request id {request_id!r} is in use by an unfinished request: choose another."
+            )
+        if isinstance(prompt, str):
+            prompt_text, token_ids = prompt, self.tokenize(prompt)
+        else:
+            token_ids = list(prompt)
+        self._check_prompt(token_ids, params)
+        params.check_against_vocabulary(self.model.vocab_size)
+        request = self._make_request(request_id, prompt_text, token_ids, params)
+        self._requests[request_id] = request
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+        return request
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self.model.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+        return ids
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request and free its blocks; an unknown or finished one is left alone."""
+        request = self._requests.pop(request_id, None)
+        for sequence in request.sequences if request else ():
+            if not sequence.is_finished:
+                sequence.finish("abort")
+                self.scheduler.release(sequence)
+
+    def step(self) -> list[Request]:
+        """Run one step.
+
+        Returns:
+            The requests that took part. Finished ones are forgotten by the engine.
+        """
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        self._count(chunks)
+        batch = build_forward_batch(chunks, self.manager, self.device)
+        logits = self._runner.execute(batch)
+        self._processor.process(batch, logits)
+        return self._settle(chunks)
+
+    def _settle(self, chunks: Seq[ScheduledChunk]) -> list[Request]:
+        """Offer checked blocks to others, free what is finished."""
+        touched: dict[str, Request] = {}
+        for sequence in (chunk.sequence for chunk in chunks):
+            request = self._requests[sequence.request_id]
+            touched[request.request_id] = request
+            if sequence.finish_reason != "error":
+                self.manager.remember_blocks(
+                    sequence.seq_id,
+                    sequence.hasher,
+                    sequence.token_ids,
+                    sequence.num_computed_tokens,
+                )
+            if sequence.is_finished:
+                self.scheduler.release(sequence)
+        for request in touched.values():
+            if request.is_finished:
+                del self._requests[request.request_id]
+        return list(touched.values())
+
+    def _count(self, chunks: Seq[ScheduledChunk]) -> None:
+        self.stats.num_steps += 1
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if chunk.completes:
+                self.stats.generation_tokens += 1
+            begin = sequence.num_computed_tokens
+            self.stats.prompt_tokens += max(
+                0, min(begin + chunk.num_tokens, sequence.prompt_len) - begin
+            )
+
+    def _check_prompt(self, token_ids: Seq[int], params: SamplingParams) -> None:
+        limit = self.plan.max_model_len
+        if not token_ids:
+            raise RequestError("The prompt has no tokens: send at least one.")
+        wrong = [token for token in token_ids if not 0 <= token < self.model.vocab_size]
+        if wrong:
+            raise RequestError(
+                f"The prompt has token id {wrong[0]}: ids go from 0 to {self.model.vocab_size - 1}."
+            )
+        if len(token_ids) >= limit:
+            raise PromptTooLongError(
+                f"The prompt has {len(token_ids)} tokens, but prompt and answer together may have "
+                f"{limit}: shorten it, or raise --max-model-len or the KV cache's memory."
+            )
+        forced = params.forced_token_ids
+        if forced is not None and len(token_ids) + len(forced) > limit:
+            raise PromptTooLongError(
+                f"The prompt's {len(token_ids)} tokens and {len(forced)} forced ones are more than "
+                f"the {limit} that may be served: shorten them."
+            )
+
+    def _make_request(
+        self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
+    ) -> Request:
+        self._num_added += 1
+        default_seed = random.Random(f"{self.config.scheduler.seed}/{self._num_added}").getrandbits(
+            32
+        )
+        room = self.plan.max_model_len - len(token_ids)
+        sequences: list[Sequence] = []
+        for index in range(params.n):
+            sequences.append(
+                Sequence(
+                    seq_id=f"{request_id}/{index}",
+                    request_id=request_id,
+                    index=index,
+                    params=params,
+                    prompt_len=len(token_ids),
+                    token_ids=list(token_ids),
+                    max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                    sampling=SamplingState.create(
+                        params, token_ids, default_seed, self.model.eos_token_ids, index=index
+                    ),
+                    detokenizer=IncrementalDetokenizer(self.model.tokenizer, token_ids, params),
+                    hasher=self.manager.new_hasher(request_id),
+                    leader=sequences[0] if index else None,
+                )
+            )
+        return Request(request_id, prompt, tuple(token_ids), tuple(sequences))
+
+    def _pool_request(self, config: EngineConfig, total_bytes: int) -> PoolRequest:
+        scheduler = config.scheduler
+        return PoolRequest(
+            max_model_len=config.model.max_model_len,
+            max_position=self.model.max_position,
+            max_num_seqs=scheduler.max_num_seqs,
+            total_bytes=total_bytes,
+            weight_bytes=self.model.weight_bytes,
+            peak_bytes=peak_activation_bytes(
+                self.model, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+            ),
+        )
+
+    def _allocate(self, groups: tuple[LayerGroup, ...], geometry: ModelGeometry) -> KVCacheStorage:
+        return KVCacheStorage(
+            groups,
+            self.plan.num_blocks,
+            self.device,
+            self._backend,
+            self.config.cache.kv_cache_scales,
+            geometry.kv_sources,
+        )

@@ -1,0 +1,69 @@
+"""Memory of intermediate results, measured on a short run."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tightkv.models.attention import AttentionCall, attend_with
+from tightkv.models.loader import LoadedModel
+
+__all__ = ["peak_activation_bytes"]
+
+_SAMPLE_TOKENS = 32
+
+
+class _Meter(TorchDispatchMode):
+    """Adds up the bytes of tensors made inside, until they die; a storage counts once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._live_bytes = 0
+        self._tensors_of: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        if self._tensors_of[address] == 0:
+            self._live_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        self._tensors_of[address] += 1
+        weakref.finalize(tensor, self._release, address, num_bytes)
+
+    def _release(self, address: int, num_bytes: int) -> None:
+        self._tensors_of[address] -= 1
+        if self._tensors_of[address] == 0:
+            self._live_bytes -= num_bytes
+
+
+def peak_activation_bytes(model: LoadedModel, num_tokens: int, num_rows: int) -> int:
+    """Bytes that a step of `num_tokens` tokens and `num_rows` rows of logits needs at its peak.
+
+    Measured on 32 tokens and scaled: every intermediate result is proportional to the tokens.
+    """
+    meter = _Meter()
+    ids = torch.zeros(1, _SAMPLE_TOKENS, dtype=torch.int64, device=model.model.device)
+    positions = torch.arange(_SAMPLE_TOKENS, device=ids.device)[None]
+    with torch.inference_mode(), attend_with(_stand_in), meter:
+        model.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+    # The logits once as the model makes them and once in float32.
+    logits = num_rows * model.vocab_size * (model.dtype.itemsize + 4)
+    return meter.peak_bytes * num_tokens // _SAMPLE_TOKENS + logits
+
+
+def _stand_in(call: AttentionCall) -> torch.Tensor:
+    group = call.query.shape[1] // call.key.shape[1]
+    return call.value.repeat_interleave(group, dim=1)

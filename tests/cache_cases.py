@@ -1,0 +1,150 @@
+"""Formats, caches and batches that the tests of kernels and storage share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tightkv.formats import BlockLayout, Granularity, TensorFormat
+from tightkv.formats.base import CODE_TYPES
+from tightkv.kernels import AttentionBatch, Backend, LayerCache, reshape_and_cache
+from tightkv.kernels.cpu import CpuBackend, available_isas
+
+ISAS = available_isas()
+
+
+def tensor_format(name: str) -> TensorFormat:
+    """Such as "int8", "int8+dynamic" or "int8+channel+dynamic": a code and its scales."""
+    code, *scales = name.split("+")
+    static = [Granularity(scale) for scale in scales if scale != "dynamic"]
+    return TensorFormat(
+        name, CODE_TYPES[code], dynamic="dynamic" in scales, static=static[0] if static else None
+    )
+
+
+def static_factors(
+    tensor_format: TensorFormat, num_kv_heads: int, size: int, generator: torch.Generator
+) -> torch.Tensor | None:
+    """Factors fit for K and V ~ N(0, 1), float32 `[num_kv_heads, size]`."""
+    if tensor_format.static is None:
+        return None
+    shape = {
+        Granularity.TENSOR: (1, 1),
+        Granularity.HEAD: (num_kv_heads, 1),
+        Granularity.CHANNEL: (num_kv_heads, size),
+    }[tensor_format.static]
+    spread = 0.5 + torch.rand(shape, generator=generator)
+    step = 1.0 if tensor_format.dynamic else 5.0 / tensor_format.code.max_value
+    return (spread * step).expand(num_kv_heads, size).contiguous()
+
+
+def new_cache(layout: BlockLayout, num_blocks: int, seed: int = 0) -> LayerCache:
+    """Blocks of zeros, with static factors where the formats have some."""
+    generator = torch.Generator().manual_seed(seed)
+    return LayerCache(
+        torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8),
+        layout,
+        static_factors(layout.k_format, layout.num_kv_heads, layout.head_size, generator),
+        static_factors(layout.v_format, layout.num_kv_heads, layout.value_size, generator),
+    )
+
+
+def write(
+    backend: Backend,
+    cache: LayerCache,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> tuple[list[int], list[bool]]:
+    """Store K and V; returns the clip counts and the bad tokens."""
+    clip_counts = torch.zeros(2, dtype=torch.int64)
+    bad_tokens = torch.zeros(len(slot_mapping), dtype=torch.bool)
+    reshape_and_cache(backend, cache, key, value, slot_mapping, clip_counts, bad_tokens)
+    return clip_counts.tolist(), bad_tokens.tolist()
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A filled cache, and queries of a batch over it."""
+
+    cache: LayerCache
+    query: torch.Tensor
+    batch: AttentionBatch
+
+    @property
+    def tolerance(self) -> float:
+        layout = self.cache.layout
+        return max(layout.k_format.tolerance, layout.v_format.tolerance)
+
+
+def make_batch(
+    query_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor
+) -> AttentionBatch:
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    return AttentionBatch(starts, torch.tensor(seq_lens, dtype=torch.int32), block_table)
+
+
+def make_scene(
+    *,
+    k: str = "float32",
+    v: str = "float32",
+    lengths: Sequence[tuple[int, int]] = ((1, 40),),
+    num_kv_heads: int = 2,
+    group: int = 2,
+    head_size: int = 64,
+    value_size: int | None = None,
+    block_size: int = 16,
+    seed: int = 0,
+    ordered: bool = False,
+    garbage: bool = False,
+) -> Scene:
+    """Sequences of N(0, 1) in a cache.
+
+    Args:
+        k: format of K, see `tensor_format`.
+        v: format of V.
+        lengths: queries and tokens of each sequence.
+        num_kv_heads: KV heads.
+        group: query heads of a KV head.
+        head_size: channels of K.
+        value_size: channels of V, by default as many.
+        block_size: tokens of a block.
+        seed: of everything random but the order of the blocks.
+        ordered: whether block ids ascend; else they are shuffled.
+        garbage: whether slots behind the last token hold large codes instead of zeros.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    value_size = head_size if value_size is None else value_size
+    layout = BlockLayout(
+        tensor_format(k), tensor_format(v), num_kv_heads, head_size, value_size, block_size
+    )
+    counts = [-(-seq_len // block_size) for _, seq_len in lengths]
+    num_blocks = sum(counts) + 1
+    cache = new_cache(layout, num_blocks, seed)
+    backend = CpuBackend(ISAS[0])
+    if garbage:
+        slots = torch.arange(num_blocks * block_size)
+        key = 1e4 * torch.randn(len(slots), num_kv_heads, head_size, generator=generator)
+        value = 1e4 * torch.randn(len(slots), num_kv_heads, value_size, generator=generator)
+        write(backend, cache, key, value, slots)
+    ids = torch.arange(num_blocks) if ordered else torch.randperm(num_blocks, generator=generator)
+    block_table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    data = torch.Generator().manual_seed(seed + 1)
+    queries, first = [], 0
+    for row, ((query_len, seq_len), count) in enumerate(zip(lengths, counts, strict=True)):
+        blocks = ids[first : first + count]
+        first += count
+        block_table[row, :count] = blocks
+        slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:seq_len]
+        key = torch.randn(seq_len, num_kv_heads, head_size, generator=data)
+        value = torch.randn(seq_len, num_kv_heads, value_size, generator=data)
+        write(backend, cache, key, value, slots)
+        queries.append(
+            torch.randn(query_len, num_kv_heads * group, head_size, generator=data),
+        )
+    batch = make_batch(
+        [query_len for query_len, _ in lengths], [seq_len for _, seq_len in lengths], block_table
+    )
+    return Scene(cache, torch.cat(queries), batch)
