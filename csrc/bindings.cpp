@@ -57,12 +57,10 @@ Layout make_layout(int64_t block_bytes, int block_size, int num_kv_heads, const 
   return {block_bytes, block_size, num_kv_heads, k, v};
 }
 
-std::pair<int64_t, int64_t> reshape_and_cache(const KernelTable& kernels, const Layout& layout,
-                                              Address blocks, const StridedAddress& key,
-                                              const StridedAddress& value, Address k_scale,
-                                              Address v_scale, Address slot_mapping,
-                                              Address bad_tokens, int64_t num_tokens,
-                                              int num_threads) {
+std::pair<int64_t, int64_t> reshape_and_cache(
+    const KernelTable& kernels, const Layout& layout, Address blocks, int64_t num_blocks,
+    const StridedAddress& key, const StridedAddress& value, Address k_scale, Address v_scale,
+    Address slot_mapping, Address bad_tokens, int64_t num_tokens, int num_threads) {
   const WriteArgs args{layout,
                        pointer<uint8_t>(blocks),
                        strided(key),
@@ -71,15 +69,19 @@ std::pair<int64_t, int64_t> reshape_and_cache(const KernelTable& kernels, const 
                        pointer<const float>(v_scale),
                        pointer<const int64_t>(slot_mapping),
                        pointer<bool>(bad_tokens)};
+  for (int64_t token = 0; token < num_tokens; ++token)
+    require(
+        args.slot_mapping[token] >= 0 && args.slot_mapping[token] < num_blocks * layout.block_size,
+        "A slot of slot_mapping lies outside the cache.");
   nb::gil_scoped_release release;
   const ClipCounts counts = run_write(kernels, args, num_tokens, num_threads);
   return {counts.k, counts.v};
 }
 
 void paged_attention(const KernelTable& kernels, const Layout& layout, Address blocks,
-                     const StridedAddress& query, int num_heads, Address k_scale, Address v_scale,
-                     Address query_start_loc, Address seq_lens, Address block_table,
-                     int64_t num_seqs, int64_t max_blocks, float softmax_scale,
+                     const StridedAddress& query, int64_t num_tokens, int num_heads,
+                     Address k_scale, Address v_scale, Address query_start_loc, Address seq_lens,
+                     Address block_table, int64_t num_seqs, int64_t max_blocks, float softmax_scale,
                      int64_t sliding_window, float softcap, Address sinks, Address out,
                      int num_threads) {
   const AttentionArgs args{layout,
@@ -95,6 +97,8 @@ void paged_attention(const KernelTable& kernels, const Layout& layout, Address b
                            pointer<const float>(sinks)};
   const Batch batch{pointer<const int32_t>(query_start_loc), pointer<const int32_t>(seq_lens),
                     pointer<const int32_t>(block_table), num_seqs, max_blocks};
+  require(batch.query_start_loc[0] == 0 && batch.query_start_loc[num_seqs] == num_tokens,
+          "query_start_loc must go from 0 to the number of queries.");
   nb::gil_scoped_release release;
   run_attention(kernels, args, batch, num_threads);
 }
@@ -117,13 +121,15 @@ NB_MODULE(_native, m) {
            nb::arg("num_kv_heads"), nb::arg("k"), nb::arg("v"));
   nb::class_<KernelTable>(m, "Kernels", "The kernels of one instruction set.")
       .def("reshape_and_cache", &reshape_and_cache, nb::arg("layout"), nb::arg("blocks"),
-           nb::arg("key"), nb::arg("value"), nb::arg("k_scale"), nb::arg("v_scale"),
-           nb::arg("slot_mapping"), nb::arg("bad_tokens"), nb::arg("num_tokens"),
-           nb::arg("num_threads"), "Quantizes and stores; returns the clipped values of K and V.")
+           nb::arg("num_blocks"), nb::arg("key"), nb::arg("value"), nb::arg("k_scale"),
+           nb::arg("v_scale"), nb::arg("slot_mapping"), nb::arg("bad_tokens"),
+           nb::arg("num_tokens"), nb::arg("num_threads"),
+           "Quantizes and stores; returns the clipped values of K and V.")
       .def("paged_attention", &paged_attention, nb::arg("layout"), nb::arg("blocks"),
-           nb::arg("query"), nb::arg("num_heads"), nb::arg("k_scale"), nb::arg("v_scale"),
-           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table"),
-           nb::arg("num_seqs"), nb::arg("max_blocks"), nb::arg("softmax_scale"),
-           nb::arg("sliding_window"), nb::arg("softcap"), nb::arg("sinks"), nb::arg("out"),
-           nb::arg("num_threads"), "Attention of the batch's queries over the cache, into `out`.");
+           nb::arg("query"), nb::arg("num_tokens"), nb::arg("num_heads"), nb::arg("k_scale"),
+           nb::arg("v_scale"), nb::arg("query_start_loc"), nb::arg("seq_lens"),
+           nb::arg("block_table"), nb::arg("num_seqs"), nb::arg("max_blocks"),
+           nb::arg("softmax_scale"), nb::arg("sliding_window"), nb::arg("softcap"),
+           nb::arg("sinks"), nb::arg("out"), nb::arg("num_threads"),
+           "Attention of the batch's queries over the cache, into `out`.");
 }

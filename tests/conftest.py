@@ -9,9 +9,9 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One thread for tiny work, which waits longer for a second one than it takes; two for slow."""
+def one_thread() -> Iterator[None]:
+    """Tiny work waits longer for a second thread than it takes."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2 if request.node.get_closest_marker("slow") else 1)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tiny_models import VOCAB_SIZE
+import torch
 
 from tightkv import LLM, SamplingParams
+from tightkv.config import ModelConfig
+from tightkv.models import LoadedModel, load_model
+from tiny_models import VOCAB_SIZE
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
 def prompts(count: int = 4, length: int = 37) -> list[list[int]]:
@@ -24,10 +28,16 @@ def tiny_llm(folder: Path, **options: Any) -> LLM:
     """An engine of at most 4 sequences; pass `pool_tokens` to size its pool in tokens."""
     pool_tokens = options.pop("pool_tokens", 1024)
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **options}
-    probe = LLM(str(folder), kv_cache_memory_bytes=64 << 20, **options)
-    per_block = probe.engine.plan.bytes_per_block
-    num_bytes = per_block * -(-pool_tokens // probe.engine.plan.block_size)
-    return LLM(probe.model, kv_cache_memory_bytes=num_bytes, **options)
+    model = loaded(folder)
+    plan = LLM(model, kv_cache_memory_bytes=64 << 20, **options).engine.plan
+    num_blocks = -(-pool_tokens // plan.block_size)
+    return LLM(model, kv_cache_memory_bytes=num_blocks * plan.bytes_per_block, **options)
+
+
+@lru_cache(maxsize=4)
+def loaded(folder: Path) -> LoadedModel:
+    """The model of a folder, loaded once."""
+    return load_model(ModelConfig(model=str(folder)), torch.device("cpu"))
 
 
 def token_ids(

@@ -1,5 +1,5 @@
 // Codes from numbers, one IEEE operation at a time: the C++ side of
-// src/tightkv/formats/quantize.py. Compile with -ffp-contract=off. Plain loops over these functions
+// src/tightkv/formats/quantization.py. Compile with -ffp-contract=off. Plain loops over these functions
 // vectorize.
 #pragma once
 

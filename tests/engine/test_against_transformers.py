@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tiny_engine import GREEDY, prompts, tiny_llm, token_ids
 from tiny_models import SPECIFIC, save_tiny_model, tiny_model
 

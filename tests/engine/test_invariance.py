@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engine import GREEDY, prompts, tiny_llm, token_ids
-from tiny_models import save_tiny_model
+from _pytest.mark import ParameterSet
 
 from tightkv import LLM, LayerScales, SamplingParams, TensorScale
 from tightkv.formats import KV_CACHE_DTYPES
+from tiny_engine import GREEDY, prompts, tiny_llm, token_ids
+from tiny_models import save_tiny_model
 
 SCALED = {"int8": 0.02, "fp8_e4m3": 0.01, "fp8_e5m2": 0.001}
 
@@ -26,10 +27,14 @@ def static_scales(value: float, dynamic: bool) -> dict[int, LayerScales]:
     return {layer: LayerScales(scale, scale) for layer in range(4)}
 
 
-def formats() -> list[tuple[str, bool | None]]:
+QUICK = (("auto", None), ("int8", None), ("int8", True), ("fp8_e4m3", False))
+
+
+def formats() -> list[ParameterSet]:
     """Each dtype without scales, then the scaled ones static and two-factor."""
-    plain: list[tuple[str, bool | None]] = [(dtype, None) for dtype in KV_CACHE_DTYPES]
-    return plain + [(dtype, dynamic) for dtype in SCALED for dynamic in (False, True)]
+    cases: list[tuple[str, bool | None]] = [(dtype, None) for dtype in KV_CACHE_DTYPES]
+    cases += [(dtype, dynamic) for dtype in SCALED for dynamic in (False, True)]
+    return [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.parametrize(("dtype", "dynamic"), formats())

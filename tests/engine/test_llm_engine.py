@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engine import GREEDY, prompts, tiny_llm, token_ids
-from tiny_models import EOS, VOCAB_SIZE, save_tiny_model, tiny_model
 
 from tightkv import LLM, LayerScales, SamplingParams, TensorScale, TightKVError
 from tightkv.errors import ConfigError, InsufficientMemoryError, RequestError, ScaleError
+from tiny_engine import GREEDY, prompts, tiny_llm, token_ids
+from tiny_models import EOS, VOCAB_SIZE, save_tiny_model, tiny_model
 
 
 @pytest.fixture(scope="module")

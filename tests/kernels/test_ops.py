@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from cache_cases import ISAS, make_scene
 from tightkv.errors import KernelError
-from tightkv.kernels import AttentionParams, paged_attention, reshape_and_cache, select_backend
+from tightkv.kernels import (
+    AttentionBatch,
+    AttentionParams,
+    LayerCache,
+    paged_attention,
+    reshape_and_cache,
+    select_backend,
+)
 from tightkv.kernels.cpu import ISA_VARIABLE, CpuBackend, available_isas
 from tightkv.kernels.ops import ReferenceBackend
 
@@ -89,19 +98,23 @@ def test_channels_must_touch(isa: str) -> None:
     assert is_one_sentence(str(error.value))
 
 
+def write_three(backend: CpuBackend | ReferenceBackend, slot_mapping: torch.Tensor) -> None:
+    reshape_and_cache(
+        backend,
+        SCENE.cache,
+        torch.zeros(3, 2, 8),
+        torch.zeros(3, 2, 4),
+        slot_mapping,
+        torch.zeros(2, dtype=torch.int64),
+        torch.zeros(3, dtype=torch.bool),
+    )
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
 def test_slots_of_another_type(isa: str, dtype: torch.dtype) -> None:
     with pytest.raises(KernelError, match=r"contiguous one of torch\.int64"):
-        reshape_and_cache(
-            CpuBackend(isa),
-            SCENE.cache,
-            torch.zeros(3, 2, 8),
-            torch.zeros(3, 2, 4),
-            torch.arange(3).to(dtype),
-            torch.zeros(2, dtype=torch.int64),
-            torch.zeros(3, dtype=torch.bool),
-        )
+        write_three(CpuBackend(isa), torch.arange(3).to(dtype))
 
 
 def test_scalar_is_always_there() -> None:
@@ -137,8 +150,58 @@ def test_environment_names_an_unknown_one(isa: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_unknown_instruction_set() -> None:
-    with pytest.raises(Exception, match="'sse9' is not available: this build and processor have"):
+    with pytest.raises(KernelError, match="'sse9' is not available: this build and") as error:
         CpuBackend("sse9")
+    assert is_one_sentence(str(error.value))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("slot", [-1, 10**6])
+def test_slots_outside_the_cache(isa: str, slot: int) -> None:
+    before = SCENE.cache.blocks.clone()
+    with pytest.raises(ValueError, match="slot_mapping"):
+        write_three(CpuBackend(isa), torch.tensor([0, 1, slot]))
+    assert torch.equal(SCENE.cache.blocks, before)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_queries_that_no_sequence_has(isa: str) -> None:
+    with pytest.raises(ValueError, match="query_start_loc"):
+        paged_attention(CpuBackend(isa), torch.zeros(4, 4, 8), SCENE.cache, SCENE.batch, PLAIN)
+
+
+@pytest.mark.parametrize("isa", [ISAS[0], "reference"])
+def test_no_queries(isa: str) -> None:
+    batch = AttentionBatch(
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(0, dtype=torch.int32),
+        torch.zeros(0, 1, dtype=torch.int32),
+    )
+    out = paged_attention(backend_of(isa), torch.zeros(0, 4, 8), SCENE.cache, batch, PLAIN)
+    assert out.shape == (0, 4, 4)
+
+
+def test_window_of_no_tokens() -> None:
+    with pytest.raises(KernelError, match="sliding_window is 0"):
+        AttentionParams(1.0, sliding_window=0)
+
+
+def test_tensors_that_do_not_fit_the_layout() -> None:
+    blocks, layout = SCENE.cache.blocks, SCENE.cache.layout
+    with pytest.raises(KernelError, match="blocks has shape") as error:
+        LayerCache(blocks[:, 1:], layout)
+    assert is_one_sentence(str(error.value))
+    with pytest.raises(KernelError, match="k_scale has shape"):
+        LayerCache(blocks, layout, k_scale=torch.ones(1, 8))
+    with pytest.raises(KernelError, match="v_scale has shape"):
+        LayerCache(blocks, layout, v_scale=torch.ones(2, 8))
+
+
+def test_layouts_without_a_kernel() -> None:
+    layout = replace(SCENE.cache.layout, head_size=1025)
+    with pytest.raises(KernelError, match="1 to 1024") as error:
+        CpuBackend(ISAS[0]).check_layout(layout)
+    assert "\n" not in str(error.value)
 
 
 def test_no_kernels_for_other_devices() -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    Bundle,
     RuleBasedStateMachine,
-    consumes,
     initialize,
     invariant,
-    multiple,
     precondition,
     rule,
 )
@@ -23,95 +21,104 @@ from tightkv.kvcache.block_hash import BlockHasher
 from tightkv.kvcache.block_pool import BlockPool
 
 NUM_BLOCKS = 6
+NAMES = [bytes([name]) for name in range(8)]
 
 
 class PoolMachine(RuleBasedStateMachine):
     """BlockPool against lists: uses of each block, free blocks by age, names of contents."""
 
-    uses = Bundle("uses")
-
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
-        self.ref_counts = [0] * NUM_BLOCKS
+        self.held: list[list[int]] = []  # what somebody will free some day
         self.free_blocks = list(range(NUM_BLOCKS))
         self.names: dict[bytes, int] = {}
 
-    @rule(target=uses, count=st.integers(0, 3))
-    def allocate(self, count: int) -> list[int]:
+    def ref_counts(self) -> list[int]:
+        used = [block for blocks in self.held for block in blocks]
+        return [used.count(block) for block in range(NUM_BLOCKS)]
+
+    @rule(count=st.integers(1, 3), names=st.permutations(NAMES), remember=st.booleans())
+    def allocate(self, count: int, names: list[bytes], remember: bool) -> None:
         if count > len(self.free_blocks):
             with pytest.raises(ValueError, match="were asked for"):
                 self.pool.allocate(count)
-            return []
+            return
         expected, self.free_blocks = self.free_blocks[:count], self.free_blocks[count:]
         blocks = self.pool.allocate(count)
         assert blocks == expected
+        self.held.append(blocks)
         self.names = {name: block for name, block in self.names.items() if block not in blocks}
-        for block in blocks:
-            self.ref_counts[block] = 1
-        return blocks
+        if remember:
+            for block, name in zip(blocks, names, strict=False):
+                self.remember(block, name)
 
-    @rule(blocks=consumes(uses))
-    def free(self, blocks: list[int]) -> None:
+    def remember(self, block: int, name: bytes) -> None:
+        self.pool.remember(block, name)
+        if name not in self.names and block not in self.names.values():
+            self.names[name] = block
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), name=st.sampled_from(NAMES))
+    def remember_one(self, data: st.DataObject, name: bytes) -> None:
+        self.remember(data.draw(st.sampled_from(data.draw(st.sampled_from(self.held)))), name)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        blocks = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.pool.free(blocks)
-        for block in reversed(blocks):
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] == 0:
-                self.free_blocks.append(block)
+        counts = self.ref_counts()
+        self.free_blocks += [block for block in reversed(blocks) if counts[block] == 0]
 
-    @rule(target=uses, names=st.lists(st.integers(0, 9), max_size=3, unique=True))
-    def share(self, names: list[int]) -> list[int]:
-        found = [self.pool.find(bytes([name])) for name in names]
-        assert found == [self.names.get(bytes([name])) for name in names]
-        blocks = [block for block in found if block is not None]
+    @precondition(lambda self: self.names)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        wanted = st.sampled_from(sorted(self.names))
+        names = data.draw(st.lists(wanted, min_size=1, max_size=3, unique=True))
+        blocks = [block for block in map(self.pool.find, names) if block is not None]
+        assert blocks == [self.names[name] for name in names]
         self.pool.touch(blocks)
-        for block in blocks:
-            self.ref_counts[block] += 1
-            if block in self.free_blocks:
-                self.free_blocks.remove(block)
-        return blocks
+        self.held.append(blocks)
+        self.free_blocks = [block for block in self.free_blocks if block not in blocks]
 
-    @rule(target=uses, blocks=consumes(uses), name=st.integers(0, 9))
-    def remember(self, blocks: list[int], name: int) -> list[int]:
-        for block in blocks[:1]:
-            self.pool.remember(block, bytes([name]))
-            if bytes([name]) not in self.names and block not in self.names.values():
-                self.names[bytes([name])] = block
-        return blocks
-
+    @precondition(lambda self: len(self.names) > 4)
     @rule()
     def forget_all(self) -> None:
         self.pool.forget_all()
         self.names.clear()
 
-    @rule(block=st.integers(0, NUM_BLOCKS - 1))
-    def free_unused(self, block: int) -> None:
-        if self.ref_counts[block] == 0:
-            with pytest.raises(ValueError, match="nobody uses it"):
-                self.pool.free([block])
+    @precondition(lambda self: self.free_blocks)
+    @rule(data=st.data())
+    def free_unused(self, data: st.DataObject) -> None:
+        with pytest.raises(ValueError, match="nobody uses it"):
+            self.pool.free([data.draw(st.sampled_from(self.free_blocks))])
 
     @invariant()
     def agrees(self) -> None:
         self.pool.check_integrity()
         assert self.pool.num_free_blocks == len(self.free_blocks)
-        assert [self.pool.ref_count(block) for block in range(NUM_BLOCKS)] == self.ref_counts
-        for name in range(10):
-            assert self.pool.find(bytes([name])) == self.names.get(bytes([name]))
+        counts = [self.pool.ref_count(block) for block in range(NUM_BLOCKS)]
+        assert counts == self.ref_counts()
+        for name in NAMES:
+            assert self.pool.find(name) == self.names.get(name)
 
 
 BLOCK_SIZE = 4
 NUM_GROUPS = 2
+# Few prompts, cut anywhere, so that beginnings are often equal and blocks repeat.
+PROMPTS = ([0] * 20, [1] * 20, [0] * 8 + [1] * 12)
 
 
+@dataclass
 class Running:
     """A sequence of the model: its tokens, and how many of them are in the cache."""
 
-    def __init__(self, name: str, request: str, hasher: BlockHasher, tokens: list[int]) -> None:
-        self.name = name
-        self.request = request
-        self.hasher = hasher
-        self.tokens = tokens
-        self.num_computed = 0
+    name: str
+    request: str
+    hasher: BlockHasher
+    tokens: list[int]
+    num_computed: int = 0
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -121,32 +128,40 @@ class ManagerMachine(RuleBasedStateMachine):
     block found by prefix must hold exactly that of the sequence that found it.
     """
 
-    sequences = Bundle("sequences")
-
     def __init__(self) -> None:
         super().__init__()
-        self.running: dict[str, Running] = {}
-        self.slots: list[dict[tuple[int, int], tuple[str, tuple[int, ...]]]] = []
+        self.running: list[Running] = []
+        self.slots: list[dict[tuple[int, int], tuple[str, tuple[int, ...]]]] = [
+            {} for _ in range(NUM_GROUPS)
+        ]
         self.prefix_caching = True
         self.num_started = 0
+        self.manager = KVCacheManager(NUM_GROUPS, 8, BLOCK_SIZE, b"seed")
 
     @initialize(prefix_caching=st.booleans())
-    def start_manager(self, prefix_caching: bool) -> None:
+    def choose(self, prefix_caching: bool) -> None:
         self.prefix_caching = prefix_caching
-        self.slots = [{} for _ in range(NUM_GROUPS)]
         self.manager = KVCacheManager(NUM_GROUPS, 8, BLOCK_SIZE, b"seed", prefix_caching)
 
+    def pick(self, data: st.DataObject) -> Running:
+        return self.running[data.draw(st.integers(0, len(self.running) - 1))]
+
+    @precondition(lambda self: len(self.running) < 4)
     @rule(
-        target=sequences,
-        request=st.sampled_from("abc"),
-        # Two tokens only, so that beginnings are often equal.
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=18),
+        request=st.sampled_from("ab"),
+        prompt=st.sampled_from(PROMPTS),
+        cut=st.integers(1, 18),
+        count=st.integers(0, 18),
+        remember=st.booleans(),
     )
-    def start(self, request: str, tokens: list[int]) -> str:
+    def start(self, request: str, prompt: list[int], cut: int, count: int, remember: bool) -> None:
         self.num_started += 1
-        name = f"{request}-{self.num_started}"
-        self.admit(Running(name, request, self.manager.new_hasher(request), list(tokens)))
-        return name
+        hasher = self.manager.new_hasher(request)
+        sequence = Running(f"{request}-{self.num_started}", request, hasher, prompt[:cut])
+        self.admit(sequence)
+        self.compute(sequence, count)
+        if remember:
+            self.remember(sequence)
 
     def admit(self, sequence: Running) -> None:
         limit = len(sequence.tokens) - 1
@@ -156,31 +171,26 @@ class ManagerMachine(RuleBasedStateMachine):
         assert found % BLOCK_SIZE == 0
         assert found <= limit
         sequence.num_computed = found
-        self.running[sequence.name] = sequence
+        self.running.append(sequence)
         for position in range(found):
             self.check_slot(sequence, position)
         if not self.prefix_caching:
-            for slots, table in zip(
-                self.slots, self.manager.block_tables(sequence.name), strict=True
-            ):
-                for block in table:
-                    assert slots[block, 0][0] == sequence.request
+            tables = self.manager.block_tables(sequence.name)
+            for slots, table in zip(self.slots, tables, strict=True):
+                assert {slots[block, 0][0] for block in table} <= {sequence.request}
 
     def check_slot(self, sequence: Running, position: int) -> None:
         for slots, table in zip(self.slots, self.manager.block_tables(sequence.name), strict=True):
             slot = (table[position // BLOCK_SIZE], position % BLOCK_SIZE)
             assert slots[slot][1] == tuple(sequence.tokens[: position + 1])
 
-    @rule(name=sequences, count=st.integers(1, 10))
-    def compute(self, name: str, count: int) -> None:
+    def compute(self, sequence: Running, count: int) -> None:
         """What a step does: allocate, then write K and V of the next tokens."""
-        sequence = self.running.get(name)
-        if sequence is None:
-            return
+        name = sequence.name
         end = min(sequence.num_computed + count, len(sequence.tokens))
         before = [list(table) for table in self.manager.block_tables(name)]
         free = self.manager.num_free_blocks
-        missing = max(0, self.manager.blocks_for(end) - len(before[0]))
+        missing = max(0, -(-end // BLOCK_SIZE) - len(before[0]))
         assert self.manager.allocate_slots(name, end) == (missing <= free)
         tables = self.manager.block_tables(name)
         if missing > free:
@@ -195,43 +205,51 @@ class ManagerMachine(RuleBasedStateMachine):
                 slots[slot] = (sequence.request, tuple(sequence.tokens[: position + 1]))
         sequence.num_computed = end
 
-    @rule(name=sequences, token=st.integers(0, 1))
-    def append(self, name: str, token: int) -> None:
-        sequence = self.running.get(name)
-        if sequence is not None and len(sequence.tokens) < 30:
-            sequence.tokens.append(token)
+    def remember(self, sequence: Running) -> None:
+        self.manager.remember_blocks(
+            sequence.name, sequence.hasher, sequence.tokens, sequence.num_computed
+        )
 
-    @rule(name=sequences)
-    def remember(self, name: str) -> None:
-        sequence = self.running.get(name)
-        if sequence is not None:
-            self.manager.remember_blocks(
-                name, sequence.hasher, sequence.tokens, sequence.num_computed
-            )
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=5), count=st.integers(1, 10))
+    def advance(self, data: st.DataObject, tokens: list[int], count: int) -> None:
+        sequence = self.pick(data)
+        if len(sequence.tokens) < 30:
+            sequence.tokens += tokens
+        self.compute(sequence, count)
+        if data.draw(st.booleans()):
+            self.remember(sequence)
 
-    @rule(target=sequences, name=consumes(sequences), again=st.booleans())
-    def free(self, name: str, again: bool) -> object:
-        """Finished, or preempted: then it starts anew with its own hasher."""
-        sequence = self.running.pop(name, None)
-        self.manager.free(name)
-        if sequence is None or not again:
-            return multiple()
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        self.running.remove(sequence)
+        self.manager.free(sequence.name)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        """It starts anew, with its own hasher and with its answer so far."""
+        sequence = self.pick(data)
+        self.running.remove(sequence)
+        self.manager.free(sequence.name)
         self.admit(sequence)
-        return name
 
+    @precondition(lambda self: self.num_started % 5 == 4)
     @rule()
     def reset(self) -> None:
         self.manager.reset_prefix_cache()
-        hasher = self.manager.new_hasher("a")
-        assert self.manager.get_computed_blocks("probe", hasher, [0] * 20, 20) == 0
-        self.manager.free("probe")
+        for prompt in PROMPTS:
+            hasher = self.manager.new_hasher("a")
+            assert self.manager.get_computed_blocks("probe", hasher, prompt, 20) == 0
+            self.manager.free("probe")
 
-    @precondition(lambda self: self.slots)
     @invariant()
     def agrees(self) -> None:
         self.manager.check_integrity()
         assert self.manager.num_sequences == len(self.running)
-        for sequence in self.running.values():
+        for sequence in self.running:
             for position in range(sequence.num_computed):
                 self.check_slot(sequence, position)
 

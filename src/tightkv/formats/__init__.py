@@ -2,7 +2,7 @@
 
 from tightkv.formats.base import CodeType, Granularity, TensorFormat
 from tightkv.formats.layout import BlockLayout
-from tightkv.formats.quantize import Quantized, dequantize, quantize
+from tightkv.formats.quantization import Quantized, dequantize, quantize
 from tightkv.formats.registry import KV_CACHE_DTYPES, resolve_format
 from tightkv.formats.scales import KVCacheScales, LayerScales, TensorScale
 

@@ -53,6 +53,11 @@ def resolve_format(
         )
     name = dtype_name(model_dtype) if kv_cache_dtype == "auto" else kv_cache_dtype
     name = _ALIASES.get(name, name)
+    if kv_cache_dtype == "auto" and name not in UNSCALED_DTYPES:
+        raise UnsupportedFormatError(
+            f"The model's data type {name!r} is no KV cache format: choose one of "
+            f"{', '.join(KV_CACHE_DTYPES[1:])}."
+        )
     if name in UNSCALED_DTYPES or name in _PER_TOKEN_HEAD:
         if scale is not None:
             raise ScaleError(

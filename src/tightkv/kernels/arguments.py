@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from tightkv.errors import KernelError
 from tightkv.formats.layout import BlockLayout
 
-__all__ = ["AttentionBatch", "AttentionParams", "LayerCache"]
+__all__ = ["AttentionBatch", "AttentionParams", "LayerCache", "check_shape", "check_tensor"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,12 +21,25 @@ class LayerCache:
         layout: where codes and scales lie in a block.
         k_scale: static factors of K, float32 `[num_kv_heads, head_size]`, or None.
         v_scale: static factors of V, float32 `[num_kv_heads, value_size]`, or None.
+
+    Raises:
+        KernelError: if a tensor does not fit the layout.
     """
 
     blocks: torch.Tensor
     layout: BlockLayout
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        check_tensor("blocks", self.blocks, torch.uint8, (len(self.blocks), layout.block_bytes))
+        for name, factors, size in (
+            ("k_scale", self.k_scale, layout.head_size),
+            ("v_scale", self.v_scale, layout.value_size),
+        ):
+            if factors is not None:
+                check_tensor(name, factors, torch.float32, (layout.num_kv_heads, size))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,11 +50,21 @@ class AttentionBatch:
         query_start_loc: int32 `[num_seqs + 1]`, exclusive prefix sum of the query lengths.
         seq_lens: int32 `[num_seqs]`, tokens in the cache, this step's included.
         block_table: int32 `[num_seqs, max_blocks]`.
+
+    Raises:
+        KernelError: if shapes or types do not fit each other.
     """
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+
+    def __post_init__(self) -> None:
+        num_seqs = len(self.seq_lens)
+        check_tensor("query_start_loc", self.query_start_loc, torch.int32, (num_seqs + 1,))
+        check_tensor("seq_lens", self.seq_lens, torch.int32, (num_seqs,))
+        width = self.block_table.shape[-1]
+        check_tensor("block_table", self.block_table, torch.int32, (num_seqs, width))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,9 +76,36 @@ class AttentionParams:
         sliding_window: a query at position p sees keys above `p - sliding_window`; None: all.
         softcap: logits become `softcap * tanh(logit / softcap)`.
         sinks: float32 `[num_heads]`, one logit per head that takes weight and gives no value.
+
+    Raises:
+        KernelError: for a window of no tokens.
     """
 
     softmax_scale: float
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise KernelError(
+                f"sliding_window is {self.sliding_window}: give at least 1, or None for all keys."
+            )
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise KernelError unless a tensor has this shape."""
+    if tensor.shape != shape:
+        raise KernelError(f"{name} has shape {list(tensor.shape)}, but needs {list(shape)}.")
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """Raise KernelError unless a tensor is contiguous and of this type and shape."""
+    check_shape(name, tensor, shape)
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        raise KernelError(
+            f"{name} is a tensor of {tensor.dtype} with strides {list(tensor.stride())}, but needs "
+            f"to be a contiguous one of {dtype}."
+        )

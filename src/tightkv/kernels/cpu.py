@@ -34,6 +34,11 @@ class CpuBackend:
     """
 
     def __init__(self, isa: str, reason: str = "asked for") -> None:
+        if isa not in available_isas():
+            raise KernelError(
+                f"Instruction set {isa!r} is not available: this build and processor have "
+                f"{', '.join(available_isas())}."
+            )
         self.isa = isa
         self.reason = reason
         self._kernels = _native.kernels(isa)
@@ -49,16 +54,14 @@ class CpuBackend:
         wanted = os.environ.get(ISA_VARIABLE)
         if wanted is None:
             return cls(isas[0], f"the best of {', '.join(isas)} on this processor")
-        if wanted not in isas:
-            raise KernelError(
-                f"{ISA_VARIABLE} is {wanted!r}: this build and processor have {', '.join(isas)}; "
-                "unset it to take the best."
-            )
         return cls(wanted, f"named by {ISA_VARIABLE}")
 
     @property
     def name(self) -> str:
         return f"C++ {self.isa}"
+
+    def check_layout(self, layout: BlockLayout) -> None:
+        _native_layout(layout)
 
     def reshape_and_cache(
         self,
@@ -72,13 +75,14 @@ class CpuBackend:
         key, value = key.float(), value.float()
         clipped = self._kernels.reshape_and_cache(
             _native_layout(cache.layout),
-            _address(cache.blocks, torch.uint8),
+            cache.blocks.data_ptr(),
+            len(cache.blocks),
             _strided(key),
             _strided(value),
-            _address(cache.k_scale, torch.float32),
-            _address(cache.v_scale, torch.float32),
-            _address(slot_mapping, torch.int64),
-            _address(bad_tokens, torch.bool),
+            _address(cache.k_scale),
+            _address(cache.v_scale),
+            slot_mapping.data_ptr(),
+            bad_tokens.data_ptr(),
             len(slot_mapping),
             torch.get_num_threads(),
         )
@@ -96,34 +100,29 @@ class CpuBackend:
         out = query.new_empty(*query.shape[:2], cache.layout.value_size)
         self._kernels.paged_attention(
             _native_layout(cache.layout),
-            _address(cache.blocks, torch.uint8),
+            cache.blocks.data_ptr(),
             _strided(query),
+            len(query),
             query.shape[1],
-            _address(cache.k_scale, torch.float32),
-            _address(cache.v_scale, torch.float32),
-            _address(batch.query_start_loc, torch.int32),
-            _address(batch.seq_lens, torch.int32),
-            _address(batch.block_table, torch.int32),
-            *batch.block_table.shape,
+            _address(cache.k_scale),
+            _address(cache.v_scale),
+            batch.query_start_loc.data_ptr(),
+            batch.seq_lens.data_ptr(),
+            batch.block_table.data_ptr(),
+            len(batch.seq_lens),
+            batch.block_table.shape[1],
             params.softmax_scale,
             params.sliding_window or 0,
             params.softcap or 0.0,
-            _address(params.sinks, torch.float32),
-            _address(out, torch.float32),
+            _address(params.sinks),
+            out.data_ptr(),
             torch.get_num_threads(),
         )
         return out
 
 
-def _address(tensor: torch.Tensor | None, dtype: torch.dtype) -> int:
-    if tensor is None:
-        return 0
-    if tensor.dtype != dtype or not tensor.is_contiguous():
-        raise KernelError(
-            f"A kernel was given a tensor of {tensor.dtype}, shape {list(tensor.shape)} and "
-            f"strides {list(tensor.stride())}: it needs a contiguous one of {dtype}."
-        )
-    return tensor.data_ptr()
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _strided(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -147,22 +146,25 @@ def _native_layout(layout: BlockLayout) -> _native.Layout:
             scales_offset=scales,
         )
 
-    return _native.Layout(
-        block_bytes=layout.block_bytes,
-        block_size=layout.block_size,
-        num_kv_heads=layout.num_kv_heads,
-        k=tensor(
-            layout.k_format,
-            layout.head_size,
-            layout.padded_head_size,
-            0,
-            layout.k_scale_offset,
-        ),
-        v=tensor(
-            layout.v_format,
-            layout.value_size,
-            layout.padded_value_size,
-            layout.v_offset,
-            layout.v_scale_offset,
-        ),
-    )
+    try:
+        return _native.Layout(
+            block_bytes=layout.block_bytes,
+            block_size=layout.block_size,
+            num_kv_heads=layout.num_kv_heads,
+            k=tensor(
+                layout.k_format,
+                layout.head_size,
+                layout.padded_head_size,
+                0,
+                layout.k_scale_offset,
+            ),
+            v=tensor(
+                layout.v_format,
+                layout.value_size,
+                layout.padded_value_size,
+                layout.v_offset,
+                layout.v_scale_offset,
+            ),
+        )
+    except ValueError as error:
+        raise KernelError(f"The C++ kernels cannot serve this layer: {error}") from error

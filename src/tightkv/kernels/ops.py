@@ -8,8 +8,15 @@ from typing import Protocol
 import torch
 
 from tightkv.errors import KernelError
+from tightkv.formats.layout import BlockLayout
 from tightkv.kernels import reference
-from tightkv.kernels.arguments import AttentionBatch, AttentionParams, LayerCache
+from tightkv.kernels.arguments import (
+    AttentionBatch,
+    AttentionParams,
+    LayerCache,
+    check_shape,
+    check_tensor,
+)
 from tightkv.kernels.cpu import CpuBackend
 
 __all__ = ["Backend", "ReferenceBackend", "paged_attention", "reshape_and_cache", "select_backend"]
@@ -23,6 +30,9 @@ class Backend(Protocol):
 
     @property
     def reason(self) -> str: ...
+
+    def check_layout(self, layout: BlockLayout) -> None:
+        """Raise KernelError if there is no kernel for it."""
 
     def reshape_and_cache(
         self,
@@ -49,6 +59,10 @@ class ReferenceBackend:
 
     name: str = "reference (torch, slow)"
     reason: str = "asked for"
+
+    def check_layout(self, layout: BlockLayout) -> None:
+        """Every layout is served."""
+
     reshape_and_cache = staticmethod(reference.reshape_and_cache)
     paged_attention = staticmethod(reference.paged_attention)
 
@@ -88,9 +102,11 @@ def reshape_and_cache(
         KernelError: if shapes do not fit.
     """
     layout, num_tokens = cache.layout, len(slot_mapping)
-    _check(key, "key", (num_tokens, layout.num_kv_heads, layout.head_size))
-    _check(value, "value", (num_tokens, layout.num_kv_heads, layout.value_size))
-    _check(bad_tokens, "bad_tokens", (num_tokens,))
+    check_shape("key", key, (num_tokens, layout.num_kv_heads, layout.head_size))
+    check_shape("value", value, (num_tokens, layout.num_kv_heads, layout.value_size))
+    check_tensor("slot_mapping", slot_mapping, torch.int64, (num_tokens,))
+    check_tensor("clip_counts", clip_counts, torch.int64, (2,))
+    check_tensor("bad_tokens", bad_tokens, torch.bool, (num_tokens,))
     backend.reshape_and_cache(cache, key, value, slot_mapping, clip_counts, bad_tokens)
 
 
@@ -121,17 +137,14 @@ def paged_attention(
         KernelError: if shapes do not fit.
     """
     layout, num_heads = cache.layout, query.shape[1]
-    _check(query, "query", (len(query), num_heads, layout.head_size))
+    check_shape("query", query, (len(query), num_heads, layout.head_size))
     if num_heads % layout.num_kv_heads:
         raise KernelError(
             f"{num_heads} query heads cannot share {layout.num_kv_heads} KV heads: "
             "the first number must be a multiple of the second."
         )
     if params.sinks is not None:
-        _check(params.sinks, "sinks", (num_heads,))
+        check_tensor("sinks", params.sinks, torch.float32, (num_heads,))
+    if len(query) == 0:
+        return query.new_empty(0, num_heads, layout.value_size, dtype=torch.float32)
     return backend.paged_attention(query, cache, batch, params)
-
-
-def _check(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise KernelError(f"{name} has shape {list(tensor.shape)}, but needs {list(shape)}.")

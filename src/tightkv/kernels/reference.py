@@ -6,7 +6,7 @@ import torch
 
 from tightkv.formats.base import TensorFormat
 from tightkv.formats.layout import TILE, BlockLayout
-from tightkv.formats.quantize import dequantize, quantize
+from tightkv.formats.quantization import dequantize, quantize
 from tightkv.kernels.arguments import AttentionBatch, AttentionParams, LayerCache
 
 __all__ = ["paged_attention", "reshape_and_cache"]

@@ -57,11 +57,6 @@ class KVCacheManager:
         return min(pool.num_free_blocks for pool in self._pools)
 
     @property
-    def usage(self) -> float:
-        """Share of the pool in use, 0 to 1."""
-        return 1.0 - self.num_free_blocks / self.num_blocks
-
-    @property
     def num_sequences(self) -> int:
         """Sequences that hold blocks."""
         return len(self._allocations)
@@ -138,7 +133,7 @@ class KVCacheManager:
         return self._allocations[seq_id].block_tables
 
     def reset_prefix_cache(self) -> None:
-        """Forget all content, so that no later sequence starts with blocks of an earlier one."""
+        """Forget what blocks hold now; running sequences go on to offer what they fill next."""
         for pool in self._pools:
             pool.forget_all()
 

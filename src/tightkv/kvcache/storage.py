@@ -57,6 +57,7 @@ class KVCacheStorage:
         self._clip_counts: dict[int, torch.Tensor] = {}
         for index, group in enumerate(groups):
             for spec in group.specs:
+                backend.check_layout(spec.layout)
                 layer_scales = (scales or {}).get(spec.layer_idx, LayerScales())
                 self._group_of[spec.layer_idx] = index
                 self._layers[spec.layer_idx] = _allocate(spec, num_blocks, device, layer_scales)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cache_cases import tensor_format
 from tightkv.formats.base import CODE_TYPES, CodeType
-from tightkv.formats.quantize import (
+from tightkv.formats.quantization import (
     MIN_DYNAMIC_SCALE,
     dequantize,
     dynamic_scale,
