@@ -39,7 +39,7 @@ check: install ## Formatting, lint, types, layers
 	@$(BIN)/lint-imports --no-logo
 
 .PHONY: test
-test: install ## The quick tests, some minutes; ARGS="tests/kernels -k int8" picks some
+test: install ## The quick tests, a few minutes; ARGS="tests/kernels -k int8" picks some
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 .PHONY: test-all
@@ -66,7 +66,7 @@ test-isa-aarch64:
 	@$(ISA_BUILD) -B build/isa-aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 	-DCMAKE_CXX_COMPILER=$(AARCH64_CXX) -DCMAKE_EXE_LINKER_FLAGS=-static \
 	-DOpenMP_gomp_LIBRARY=$$($(AARCH64_CXX) -print-file-name=libgomp.a) > /dev/null
-	@$(BIN)/cmake --build build/isa-aarch64 -- --quiet
+	@$(BIN)/cmake --build build/isa-aarch64 > build/isa-aarch64/log 2>&1 || { cat build/isa-aarch64/log; exit 1; }
 	@qemu-aarch64 build/isa-aarch64/isa_agreement
 
 .PHONY: bench
@@ -95,7 +95,8 @@ $(DEMO_VENV)/installed: $(NATIVE) $(SOURCES)
 	@$(call venv,$(DEMO_VENV))
 	@rm -rf build/demo
 	@echo "Building TightKV (a minute)"
-	@$(call pip,$(DEMO_VENV),wheel --no-deps --wheel-dir build/demo .)
+	@$(call pip,$(DEMO_VENV),wheel --no-deps --wheel-dir build/demo \
+	--config-settings=build-dir=build/demo/cmake .)
 	@echo "Installing it into $(DEMO_VENV) (minutes the first time: PyTorch is large)"
 	@$(call pip,$(DEMO_VENV),install --no-deps --force-reinstall build/demo/*.whl)
 	@$(call pip,$(DEMO_VENV),install build/demo/*.whl)

@@ -57,6 +57,23 @@ Layout make_layout(int64_t block_bytes, int block_size, int num_kv_heads, const 
   return {block_bytes, block_size, num_kv_heads, k, v};
 }
 
+// Anything else would read memory that is not the cache's.
+void check_batch(const Batch& batch, const Layout& layout, int64_t num_blocks, int64_t num_tokens) {
+  require(batch.query_start_loc[0] == 0 && batch.query_start_loc[batch.num_seqs] == num_tokens,
+          "query_start_loc must go from 0 to the number of queries.");
+  for (int64_t seq = 0; seq < batch.num_seqs; ++seq) {
+    const int64_t queries = batch.query_start_loc[seq + 1] - batch.query_start_loc[seq];
+    require(queries >= 0 && batch.seq_lens[seq] >= queries,
+            "A sequence has more queries than tokens, or query_start_loc decreases.");
+    const int64_t used = (batch.seq_lens[seq] + layout.block_size - 1) / layout.block_size;
+    require(used <= batch.max_blocks, "A sequence has more tokens than its blocks hold.");
+    const int32_t* table = batch.block_table + seq * batch.max_blocks;
+    for (int64_t i = 0; i < used; ++i)
+      require(table[i] >= 0 && table[i] < num_blocks,
+              "block_table names a block outside the cache.");
+  }
+}
+
 std::pair<int64_t, int64_t> reshape_and_cache(
     const KernelTable& kernels, const Layout& layout, Address blocks, int64_t num_blocks,
     const StridedAddress& key, const StridedAddress& value, Address k_scale, Address v_scale,
@@ -79,11 +96,11 @@ std::pair<int64_t, int64_t> reshape_and_cache(
 }
 
 void paged_attention(const KernelTable& kernels, const Layout& layout, Address blocks,
-                     const StridedAddress& query, int64_t num_tokens, int num_heads,
-                     Address k_scale, Address v_scale, Address query_start_loc, Address seq_lens,
-                     Address block_table, int64_t num_seqs, int64_t max_blocks, float softmax_scale,
-                     int64_t sliding_window, float softcap, Address sinks, Address out,
-                     int num_threads) {
+                     int64_t num_blocks, const StridedAddress& query, int64_t num_tokens,
+                     int num_heads, Address k_scale, Address v_scale, Address query_start_loc,
+                     Address seq_lens, Address block_table, int64_t num_seqs, int64_t max_blocks,
+                     float softmax_scale, int64_t sliding_window, float softcap, Address sinks,
+                     Address out, int num_threads) {
   const AttentionArgs args{layout,
                            pointer<const uint8_t>(blocks),
                            strided(query),
@@ -97,8 +114,7 @@ void paged_attention(const KernelTable& kernels, const Layout& layout, Address b
                            pointer<const float>(sinks)};
   const Batch batch{pointer<const int32_t>(query_start_loc), pointer<const int32_t>(seq_lens),
                     pointer<const int32_t>(block_table), num_seqs, max_blocks};
-  require(batch.query_start_loc[0] == 0 && batch.query_start_loc[num_seqs] == num_tokens,
-          "query_start_loc must go from 0 to the number of queries.");
+  check_batch(batch, layout, num_blocks, num_tokens);
   nb::gil_scoped_release release;
   run_attention(kernels, args, batch, num_threads);
 }
@@ -126,8 +142,8 @@ NB_MODULE(_native, m) {
            nb::arg("num_tokens"), nb::arg("num_threads"),
            "Quantizes and stores; returns the clipped values of K and V.")
       .def("paged_attention", &paged_attention, nb::arg("layout"), nb::arg("blocks"),
-           nb::arg("query"), nb::arg("num_tokens"), nb::arg("num_heads"), nb::arg("k_scale"),
-           nb::arg("v_scale"), nb::arg("query_start_loc"), nb::arg("seq_lens"),
+           nb::arg("num_blocks"), nb::arg("query"), nb::arg("num_tokens"), nb::arg("num_heads"),
+           nb::arg("k_scale"), nb::arg("v_scale"), nb::arg("query_start_loc"), nb::arg("seq_lens"),
            nb::arg("block_table"), nb::arg("num_seqs"), nb::arg("max_blocks"),
            nb::arg("softmax_scale"), nb::arg("sliding_window"), nb::arg("softcap"),
            nb::arg("sinks"), nb::arg("out"), nb::arg("num_threads"),

@@ -50,3 +50,14 @@ def token_ids(
     assert manager.num_sequences == 0
     assert manager.num_free_blocks == manager.num_blocks
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def logits_by_position(
+    llm: LLM, prompt: list[int], params: SamplingParams
+) -> dict[int, torch.Tensor]:
+    """Logits after each position that the engine made any for."""
+    seen: dict[int, torch.Tensor] = {}
+    llm.engine.observe_logits(lambda _, position, row: seen.update({position: row.clone()}))
+    llm.generate([prompt], params)
+    llm.engine.observe_logits(None)
+    return seen

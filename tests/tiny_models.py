@@ -88,7 +88,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_model(model_type: str = "llama", **overrides: Any) -> PreTrainedModel:
     """The same random float32 model at every call; see `SPECIFIC` for the types."""
-    settings = {**_COMMON, **SPECIFIC[model_type], **overrides}
+    settings = {**_COMMON, **SPECIFIC.get(model_type, {}), **overrides}
     config = AutoConfig.for_model(model_type, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)

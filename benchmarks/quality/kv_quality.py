@@ -1,12 +1,12 @@
 """What each KV cache format costs in quality, measured through the paged cache that serves.
 
-    python benchmarks/quality/kv_quality.py [--tokens 4096] [--modes prefill decode] [--arms int8 ...]
+    python benchmarks/quality/kv_quality.py [--tokens 4096] [--modes prefill decode] [--arms ...]
 
 English technical prose (`pydoc_data.topics`, part of every Python) is teacher-forced through a
 float32 cache and, in lockstep with it, through each arm: the same weights, the same steps, another
 cache. `prefill` reads the text in chunks; `decode` cuts it into 16 parts, whose tokens are forced
 one per step, each after the cached text before it. Static scales come from the 8,192 tokens behind
-the measured ones. The expected values are of an independent simulation (SmolLM2-135M, 2,048 tokens).
+the measured ones. Expected values are of an independent simulation (SmolLM2-135M, 2,048 tokens).
 The last line is one JSON object.
 """
 

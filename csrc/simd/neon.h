@@ -75,7 +75,7 @@ struct Simd {
     return each([&](int i) { return vdivq_f32(x.r[i], y.r[i]); });
   }
   TIGHTKV_INLINE static Float max(const Float& x, const Float& y) {
-    return each([&](int i) { return vmaxq_f32(x.r[i], y.r[i]); });
+    return each([&](int i) { return vmaxnmq_f32(x.r[i], y.r[i]); });
   }
   TIGHTKV_INLINE static Float fma(const Float& x, const Float& y, const Float& z) {
     return each([&](int i) { return vfmaq_f32(z.r[i], x.r[i], y.r[i]); });

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from numbers import Integral
 from typing import Any
 
 from tightkv.config import EngineConfig
@@ -143,7 +144,7 @@ class LLM:
 
 
 def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from tightkv import LLM, LayerScales, SamplingParams, TensorScale
+from tightkv import LayerScales, SamplingParams, TensorScale
 from tightkv.formats import KV_CACHE_DTYPES
-from tiny_engine import GREEDY, prompts, tiny_llm, token_ids
+from tiny_engine import GREEDY, logits_by_position, prompts, tiny_llm, token_ids
 from tiny_models import save_tiny_model
 
 SCALED = {"int8": 0.02, "fp8_e4m3": 0.01, "fp8_e5m2": 0.001}
@@ -27,6 +27,8 @@ def static_scales(value: float, dynamic: bool) -> dict[int, LayerScales]:
     return {layer: LayerScales(scale, scale) for layer in range(4)}
 
 
+# Room for two of the prompts, not for their answers.
+TIGHT = 112
 QUICK = (("auto", None), ("int8", None), ("int8", True), ("fp8_e4m3", False))
 
 
@@ -50,7 +52,7 @@ def test_batch_chunks_prefix_cache_and_preemption(
     expected = [token_ids(alone, [prompt])[0] for prompt in prompts()]
     for prefix_caching in (True, False):
         for chunked in (True, False):
-            for pool_tokens in (1024, 128):
+            for pool_tokens in (1024, TIGHT):
                 llm = tiny_llm(
                     folder,
                     enable_prefix_caching=prefix_caching,
@@ -63,8 +65,10 @@ def test_batch_chunks_prefix_cache_and_preemption(
                 assert token_ids(llm, prompts()) == expected, arm
                 assert token_ids(llm, prompts()) == expected, (*arm, "again")
                 stats = llm.engine.stats
-                assert (stats.num_preemptions > 0) == (pool_tokens == 128), arm
-                assert (stats.prefix_cache_hits > 0) >= (prefix_caching and pool_tokens > 128), arm
+                assert (stats.num_preemptions > 0) == (pool_tokens == TIGHT), arm
+                assert (stats.prefix_cache_hits > 0) >= (prefix_caching and pool_tokens > TIGHT), (
+                    arm
+                )
 
 
 def test_formats_are_really_used(folder: Path) -> None:
@@ -100,16 +104,6 @@ def test_decode_equals_prefill(folder: Path) -> None:
     prefilled = logits_by_position(llm, prompt, SamplingParams(prompt_logprobs=0, max_tokens=1))
     for position in range(19, len(prompt) - 1):
         assert torch.equal(decoded[position], prefilled[position]), position
-
-
-def logits_by_position(
-    llm: LLM, prompt: list[int], params: SamplingParams
-) -> dict[int, torch.Tensor]:
-    seen: dict[int, torch.Tensor] = {}
-    llm.engine.observe_logits(lambda _, position, row: seen.update({position: row.clone()}))
-    llm.generate([prompt], params)
-    llm.engine.observe_logits(None)
-    return seen
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch(folder: Path) -> None:

@@ -5,12 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tightkv import LLM, LayerScales, SamplingParams, TensorScale, TightKVError
-from tightkv.errors import ConfigError, InsufficientMemoryError, RequestError, ScaleError
+from tightkv.engine.model_runner import ModelRunner
+from tightkv.engine.scheduler import MAX_PROMPT_LOGPROBS_ROWS
+from tightkv.engine.sequence import Sequence
+from tightkv.errors import (
+    ConfigError,
+    EngineError,
+    InsufficientMemoryError,
+    RequestError,
+    ScaleError,
+    UnsupportedModelError,
+)
+from tightkv.models import probe_geometry, use_paged_attention
 from tiny_engine import GREEDY, prompts, tiny_llm, token_ids
 from tiny_models import EOS, VOCAB_SIZE, save_tiny_model, tiny_model
 
@@ -149,6 +161,78 @@ def test_chat_uses_the_template(llm: LLM) -> None:
     assert output.outputs == llm.generate("user: hi\nassistant: ", GREEDY)[0].outputs
 
 
+def test_an_interrupted_step_leaves_nothing_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = tiny_llm(folder)
+    finish, calls = Sequence.finish, []
+
+    def interrupted(self: Sequence, *arguments: Any, **named: Any) -> None:
+        finish(self, *arguments, **named)
+        calls.append(self)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sequence, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts(3), SamplingParams(max_tokens=1))
+    monkeypatch.undo()
+    assert not llm.engine.has_unfinished_requests
+    assert token_ids(llm, prompts(1)) == token_ids(tiny_llm(folder), prompts(1))
+
+
+def test_a_step_that_breaks_ends_its_requests(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = tiny_llm(folder, max_num_seqs=1)
+    running = llm.engine.add_request("a", prompts(1)[0], GREEDY)
+    waiting = llm.engine.add_request("b", prompts(1)[0], GREEDY)
+    monkeypatch.setattr(ModelRunner, "execute", lambda *_: 1 / 0)
+    with pytest.raises(EngineError) as caught:
+        llm.engine.step()
+    assert "division by zero" in one_sentence(caught.value)
+    assert running.output().error == str(caught.value)
+    monkeypatch.undo()
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
+    assert waiting.output().error is None
+    assert llm.engine.manager.num_sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("phimoe", {"sliding_window": 8}),
+        (
+            "qwen2_moe",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+        ),
+    ],
+)
+def test_windows_that_only_the_mask_knows_are_refused(
+    model_type: str, settings: dict[str, Any]
+) -> None:
+    sizes = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts": 4}
+    model = tiny_model(model_type, **sizes, **settings)
+    use_paged_attention(model)
+    with pytest.raises(UnsupportedModelError) as caught:
+        probe_geometry(model)
+    assert "window" in one_sentence(caught.value)
+
+
+def test_prompt_logprobs_of_many_requests_share_the_rows_of_a_step(folder: Path) -> None:
+    llm = tiny_llm(folder, max_num_batched_tokens=512)
+    params = SamplingParams(prompt_logprobs=0, max_tokens=1)
+    for index in range(4):
+        llm.engine.add_request(str(index), prompts(1, 100)[0], params)
+    chunks = llm.engine.scheduler.schedule()
+    assert sum(chunk.num_tokens for chunk in chunks) == MAX_PROMPT_LOGPROBS_ROWS
+
+
 def test_abort_frees_everything(folder: Path) -> None:
     llm = tiny_llm(folder)
     running = llm.engine.add_request("a", prompts(1)[0], GREEDY)
@@ -165,12 +249,12 @@ def test_abort_frees_everything(folder: Path) -> None:
 
 def broken_key(llm: LLM, token: int) -> Callable[[], None]:
     """Make K of one token id NaN in the first layer; returns what undoes it."""
-    embedding = llm.model.model.get_input_embeddings()
-    kept = embedding.weight[token].clone()
-    embedding.weight[token] = float("nan")
+    weight = next(llm.model.model.get_input_embeddings().parameters())
+    kept = weight[token].clone()
+    weight[token] = float("nan")
 
     def undo() -> None:
-        embedding.weight[token] = kept
+        weight[token] = kept
 
     return undo
 
@@ -206,6 +290,7 @@ def test_nan_in_k_fails_that_request_alone(folder: Path) -> None:
         ([1] * 1000, {}, "1000 tokens"),
         ([1], {"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
         ([1], {"forced_token_ids": [1] * 600, "max_tokens": None}, "600"),
+        ([1.5, 2], {}, "whole numbers"),
     ],
 )
 def test_impossible_requests_are_refused_at_once(
@@ -238,6 +323,19 @@ def test_a_name_in_use_is_refused(folder: Path) -> None:
         ),
         ({"block_size": 24}, ConfigError, "multiple of 16"),
         ({"gpu_memory_utilization": 1.5}, ConfigError, "gpu_memory_utilization"),
+        ({"device": "gpu"}, ConfigError, "'gpu'"),
+        ({"max_num_seqs": "4"}, ConfigError, "max_num_seqs"),
+        ({"kv_cache_memory_bytes": 2e6}, ConfigError, "kv_cache_memory_bytes"),
+        (
+            {
+                "kv_cache_memory_bytes": 2**50,
+                "max_num_seqs": 10**6,
+                "max_num_batched_tokens": 10**6,
+            },
+            InsufficientMemoryError,
+            "available",
+        ),
+        ({"enable_lora": True}, ConfigError, "LoRA"),
         ({"kv_cache_memory_bytes": -1}, ConfigError, "kv_cache_memory_bytes"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, ConfigError, "max_num_batched_tokens"),
         ({"kv_cache_dtype_skip_layers": ("9",)}, ConfigError, "0-1"),
@@ -266,6 +364,7 @@ def test_scales_that_do_not_fit(folder: Path) -> None:
         ({0: both}, {"kv_cache_dtype": "int8"}),
         ({0: both, 1: both, 2: both}, {"kv_cache_dtype": "int8"}),
         ({0: both, 1: both}, {"kv_cache_dtype": "bfloat16"}),
+        ({0: both, 1: LayerScales(k=scale)}, {"kv_cache_dtype": "int8"}),
         ({0: both, 1: both}, {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": ("1",)}),
         (
             {0: both, 1: LayerScales(TensorScale(torch.ones(5)), scale)},

@@ -14,6 +14,7 @@ from tightkv import LLM, SamplingParams
 from tightkv.metrics import Divergence
 from tightkv.models.compatibility import quiet_transformers
 from tightkv.models.gguf import convert_gguf
+from tiny_engine import logits_by_position
 
 NUM_PROMPTS, NUM_TOKENS = 20, 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -72,11 +73,8 @@ def test_dynamic_int8_costs_what_the_simulation_says() -> None:
     arms = []
     for dtype in ("float32", "int8_per_token_head"):
         llm = LLM(smollm2(), kv_cache_dtype=dtype, max_model_len=1025, max_num_seqs=1)
-        rows: dict[int, torch.Tensor] = {}
-        llm.engine.observe_logits(
-            lambda _, position, row, to=rows: to.update({position: row.clone()})
-        )
-        llm.generate([text], SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0))
+        params = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0)
+        rows = logits_by_position(llm, text, params)
         arms.append(torch.stack([rows[position] for position in range(len(text) - 1)]))
     divergence = Divergence()
     divergence.add(arms[0], arms[1], torch.tensor(text[1:]))

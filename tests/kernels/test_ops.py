@@ -159,14 +159,14 @@ def test_unknown_instruction_set() -> None:
 @pytest.mark.parametrize("slot", [-1, 10**6])
 def test_slots_outside_the_cache(isa: str, slot: int) -> None:
     before = SCENE.cache.blocks.clone()
-    with pytest.raises(ValueError, match="slot_mapping"):
+    with pytest.raises(KernelError, match="slot_mapping"):
         write_three(CpuBackend(isa), torch.tensor([0, 1, slot]))
     assert torch.equal(SCENE.cache.blocks, before)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_queries_that_no_sequence_has(isa: str) -> None:
-    with pytest.raises(ValueError, match="query_start_loc"):
+    with pytest.raises(KernelError, match="query_start_loc"):
         paged_attention(CpuBackend(isa), torch.zeros(4, 4, 8), SCENE.cache, SCENE.batch, PLAIN)
 
 
@@ -179,6 +179,33 @@ def test_no_queries(isa: str) -> None:
     )
     out = paged_attention(backend_of(isa), torch.zeros(0, 4, 8), SCENE.cache, batch, PLAIN)
     assert out.shape == (0, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "blocks", "words"),
+    [
+        ([20, 500], None, "more tokens than its blocks hold"),
+        ([1, 5], None, "more queries than tokens"),
+        (None, 10**6, "block outside the cache"),
+        (None, -1, "block outside the cache"),
+    ],
+)
+def test_batches_that_would_read_elsewhere(
+    seq_lens: list[int] | None, blocks: int | None, words: str
+) -> None:
+    batch = SCENE.batch
+    if seq_lens is not None:
+        batch = replace(batch, seq_lens=torch.tensor(seq_lens, dtype=torch.int32))
+    if blocks is not None:
+        batch = replace(batch, block_table=torch.full_like(batch.block_table, blocks))
+    with pytest.raises(KernelError, match=words) as error:
+        paged_attention(CpuBackend(ISAS[0]), torch.zeros(3, 4, 8), SCENE.cache, batch, PLAIN)
+    assert is_one_sentence(str(error.value))
+
+
+def test_softcap_of_nothing() -> None:
+    with pytest.raises(KernelError, match="softcap is 0"):
+        AttentionParams(1.0, softcap=0.0)
 
 
 def test_window_of_no_tokens() -> None:

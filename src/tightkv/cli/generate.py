@@ -84,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         ignore_eos=arguments.ignore_eos,
     )
     prompts = _collect(arguments)
+    if arguments.output is not None:
+        _check_target(arguments.output)
     llm = LLM(**engine_options(arguments))
     outputs = _answer(llm, prompts, sampling)
     if arguments.output is None:
@@ -96,6 +98,14 @@ def run(arguments: argparse.Namespace) -> int:
     for output in failed:
         print(f"error: request {output.request_id}: {output.error}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _check_target(path: Path) -> None:
+    """Notice before the work what would fail after it."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise RequestError(
+            f"{path} cannot be written: name a file in a folder that exists and may be written to."
+        )
 
 
 def _collect(arguments: argparse.Namespace) -> list[Any]:
@@ -190,6 +200,10 @@ def atomic_writer(path: Path) -> Iterator[TextIO]:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             yield file
+        # mkstemp lets nobody else read; a file made in the usual way would.
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(name).chmod(0o666 & ~umask)
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

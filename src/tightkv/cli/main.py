@@ -26,6 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TightKVError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        return 1  # whoever read the output has gone
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import random
 from collections.abc import Sequence as Seq
+
+import torch
 
 from tightkv.config import EngineConfig
 from tightkv.engine.batch import build_forward_batch
@@ -22,9 +25,9 @@ from tightkv.engine.resolve import (
 )
 from tightkv.engine.sampler import SamplingState
 from tightkv.engine.sampling_params import SamplingParams
-from tightkv.engine.scheduler import ScheduledChunk, Scheduler
+from tightkv.engine.scheduler import MAX_PROMPT_LOGPROBS_ROWS, ScheduledChunk, Scheduler
 from tightkv.engine.sequence import Sequence
-from tightkv.errors import PromptTooLongError, RequestError
+from tightkv.errors import EngineError, PromptTooLongError, RequestError
 from tightkv.formats.registry import dtype_name
 from tightkv.kernels import Backend, select_backend
 from tightkv.kvcache import KVCacheManager, KVCacheStorage, LayerGroup, group_layers
@@ -33,6 +36,7 @@ from tightkv.models import (
     LoadedModel,
     ModelGeometry,
     load_model,
+    one_line,
     peak_activation_bytes,
     probe_geometry,
     use_paged_attention,
@@ -49,7 +53,7 @@ class LLMEngine:
 
     Attributes:
         config: what is served; nothing in it is "auto".
-        model: the model, which other engines may share.
+        model: the model, which other engines of the same thread may share.
         plan: the pool.
         stats: counters since the start.
     """
@@ -71,7 +75,9 @@ class LLMEngine:
         check_config(config)
         self.device = resolve_device(config.device.device)
         self._backend = backend or select_backend(self.device)
-        total_bytes = available_memory() + (model.weight_bytes if model else 0)
+        total_bytes = available_memory()
+        if model is not None and total_bytes is not None:
+            total_bytes += model.weight_bytes  # in memory already, and planned for below
         self.model = model or load_model(config.model, self.device)
         use_paged_attention(self.model.model)
         geometry = probe_geometry(self.model.model)
@@ -79,6 +85,12 @@ class LLMEngine:
         self.plan = plan_memory(groups, config.cache, self._pool_request(config, total_bytes))
         self.config = resolve_config(config, self.plan, dtype_name(self.model.dtype))
         self.storage = self._allocate(groups, geometry)
+        if self.device.type == "cpu" and self.model.dtype != torch.float32:
+            _logger.info(
+                "linear layers are packed in float32 only: in %s the last bits of a sequence may "
+                "depend on its batch",
+                dtype_name(self.model.dtype),
+            )
         log_plan(self.device, self.plan, groups, f"{self._backend.name} ({self._backend.reason})")
         self.manager = KVCacheManager(
             num_groups=len(groups),
@@ -127,7 +139,7 @@ class LLMEngine:
         if isinstance(prompt, str):
             prompt_text, token_ids = prompt, self.tokenize(prompt)
         else:
-            token_ids = list(prompt)
+            token_ids = _as_ints(prompt)
         self._check_prompt(token_ids, params)
         params.check_against_vocabulary(self.model.vocab_size)
         request = self._make_request(request_id, prompt_text, token_ids, params)
@@ -147,22 +159,39 @@ class LLMEngine:
         for sequence in request.sequences if request else ():
             if not sequence.is_finished:
                 sequence.finish("abort")
-                self.scheduler.release(sequence)
+            # Also a finished one: its step may have been interrupted before it was released.
+            self.scheduler.release(sequence)
 
     def step(self) -> list[Request]:
         """Run one step.
 
         Returns:
             The requests that took part. Finished ones are forgotten by the engine.
+
+        Raises:
+            EngineError: if the step failed; its requests have ended with an error.
         """
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
         self._count(chunks)
-        batch = build_forward_batch(chunks, self.manager, self.device)
-        logits = self._runner.execute(batch)
-        self._processor.process(batch, logits)
+        try:
+            batch = build_forward_batch(chunks, self.manager, self.device)
+            self._processor.process(batch, self._runner.execute(batch))
+        except Exception as error:
+            raise self._fail(chunks, error) from error
         return self._settle(chunks)
+
+    def _fail(self, chunks: Seq[ScheduledChunk], error: Exception) -> EngineError:
+        """End the requests of a step that broke, so that it is not run again and again."""
+        reason = f"A step of the engine failed ({one_line(error)}): its requests have ended."
+        for chunk in chunks:
+            request = self._requests.pop(chunk.sequence.request_id, None)
+            for sequence in request.sequences if request else ():
+                if not sequence.is_finished:
+                    sequence.finish("error", error=reason)
+                self.scheduler.release(sequence)
+        return EngineError(reason)
 
     def _settle(self, chunks: Seq[ScheduledChunk]) -> list[Request]:
         """Offer checked blocks to others, free what is finished."""
@@ -239,13 +268,13 @@ class LLMEngine:
                         params, token_ids, default_seed, self.model.eos_token_ids, index=index
                     ),
                     detokenizer=IncrementalDetokenizer(self.model.tokenizer, token_ids, params),
-                    hasher=self.manager.new_hasher(request_id),
+                    hasher=self.manager.new_hasher(str(self._num_added)),
                     leader=sequences[0] if index else None,
                 )
             )
         return Request(request_id, prompt, tuple(token_ids), tuple(sequences))
 
-    def _pool_request(self, config: EngineConfig, total_bytes: int) -> PoolRequest:
+    def _pool_request(self, config: EngineConfig, total_bytes: int | None) -> PoolRequest:
         scheduler = config.scheduler
         return PoolRequest(
             max_model_len=config.model.max_model_len,
@@ -254,9 +283,18 @@ class LLMEngine:
             total_bytes=total_bytes,
             weight_bytes=self.model.weight_bytes,
             peak_bytes=peak_activation_bytes(
-                self.model, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+                self.model,
+                self._largest_step(config),
+                scheduler.max_num_seqs + MAX_PROMPT_LOGPROBS_ROWS,
             ),
         )
+
+    def _largest_step(self, config: EngineConfig) -> int:
+        """Tokens of the largest step: whole prompts may be longer than the budget."""
+        budget = config.scheduler.max_num_batched_tokens
+        if config.scheduler.enable_chunked_prefill:
+            return budget
+        return max(budget, config.model.max_model_len or self.model.max_position)
 
     def _allocate(self, groups: tuple[LayerGroup, ...], geometry: ModelGeometry) -> KVCacheStorage:
         return KVCacheStorage(
@@ -267,3 +305,12 @@ class LLMEngine:
             self.config.cache.kv_cache_scales,
             geometry.kv_sources,
         )
+
+
+def _as_ints(token_ids: Seq[int]) -> list[int]:
+    try:
+        return [operator.index(token) for token in token_ids]
+    except TypeError:
+        raise RequestError(
+            "The prompt is neither a text nor a list of whole numbers: send one of them."
+        ) from None

@@ -33,6 +33,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._sampler = Sampler()
+        self._texts: dict[int, str] = {}
 
     def process(self, batch: ForwardBatch, logits: torch.Tensor) -> None:
         """Note prompt log-probabilities, sample, append, and finish what is at its end.
@@ -76,7 +77,8 @@ class OutputProcessor:
         sequence.token_ids.append(token.token_id)
         if token.top is not None:
             sequence.logprobs.append(self._with_text(token.top))
-            sequence.cumulative_logprob += token.logprob or 0.0
+        if token.logprob is not None:
+            sequence.cumulative_logprob += token.logprob
         if self._ends(sequence, token.token_id):
             stop_reason = None if token.token_id in self._eos_token_ids else token.token_id
             if sequence.params.include_stop_str_in_output:
@@ -121,8 +123,14 @@ class OutputProcessor:
             return
         noted += [self._with_text(top) for top in prompt_logprobs(rows, following, wanted)]
 
+    def _text_of(self, token_id: int) -> str:
+        # The full vocabulary may be asked for at each position: a token is decoded once.
+        if token_id not in self._texts:
+            self._texts[token_id] = str(self._tokenizer.decode([token_id]))
+        return self._texts[token_id]
+
     def _with_text(self, top: dict[int, Logprob]) -> dict[int, Logprob]:
         return {
-            token_id: replace(logprob, decoded_token=str(self._tokenizer.decode([token_id])))
+            token_id: replace(logprob, decoded_token=self._text_of(token_id))
             for token_id, logprob in top.items()
         }

@@ -10,7 +10,15 @@ import torch
 
 from tightkv.config import CacheConfig, EngineConfig
 from tightkv.errors import ConfigError, ScaleError
-from tightkv.formats import KV_CACHE_DTYPES, KVCacheScales, LayerScales, resolve_format
+from tightkv.formats import (
+    KV_CACHE_DTYPES,
+    KVCacheScales,
+    LayerScales,
+    TensorFormat,
+    TensorScale,
+    resolve_format,
+)
+from tightkv.formats.registry import takes_scales
 from tightkv.kvcache import KVCacheSpec, LayerGroup
 from tightkv.models import LayerGeometry, ModelGeometry
 from tightkv.planning import MemoryPlan
@@ -35,6 +43,10 @@ def check_config(config: EngineConfig) -> None:
             f"gpu_memory_utilization is {cache.gpu_memory_utilization}: it must be above 0 and at "
             "most 1."
         )
+    if config.device.device not in ("auto", "cpu"):
+        raise ConfigError(f"Unknown device {config.device.device!r}: choose auto or cpu.")
+    for layer in cache.kv_cache_dtype_skip_layers:
+        _layer_index(layer)
     positive = {
         "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,
         "max_model_len": config.model.max_model_len,
@@ -42,8 +54,8 @@ def check_config(config: EngineConfig) -> None:
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
     }
     for name, value in positive.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}: it must be at least 1.")
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name} is {value!r}: it must be a whole number, at least 1.")
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}) is below max_num_seqs "
@@ -88,8 +100,8 @@ def resolve_config(config: EngineConfig, plan: MemoryPlan, model_dtype: str) -> 
         model=replace(config.model, dtype=model_dtype, max_model_len=plan.max_model_len),
         cache=replace(
             cache,
-            k_cache_dtype=_or_auto(cache.k_cache_dtype or cache.kv_cache_dtype, model_dtype),
-            v_cache_dtype=_or_auto(cache.v_cache_dtype or cache.kv_cache_dtype, model_dtype),
+            k_cache_dtype=_or_auto(_dtypes(cache)[0], model_dtype),
+            v_cache_dtype=_or_auto(_dtypes(cache)[1], model_dtype),
             kv_cache_dtype=_or_auto(cache.kv_cache_dtype, model_dtype),
             kv_cache_memory_bytes=plan.pool_bytes,
         ),
@@ -113,9 +125,9 @@ def log_plan(
             v_format,
             _ranges(layers),
         )
-    tensor_formats = [f for spec in specs for f in (spec.k_format, spec.v_format)]
-    if any(f.name == "fp8_e5m2" and f.static is None for f in tensor_formats):
-        _logger.info("fp8_e5m2 has no scales: values are stored as they are (scale 1)")
+    remarks = {f.remark() for spec in specs for f in (spec.k_format, spec.v_format)}
+    for remark in sorted(remark for remark in remarks if remark):
+        _logger.info(remark)
     windows = [str(group.sliding_window or "full") for group in groups]
     _logger.info("Layer groups by attention window: %s", ", ".join(windows))
     _logger.info("Kernel: %s", kernel)
@@ -147,6 +159,11 @@ def _check_dtypes(cache: CacheConfig) -> None:
             raise ConfigError(
                 f"Unknown {name} {value!r}: choose one of {', '.join(KV_CACHE_DTYPES)}."
             )
+    if cache.kv_cache_scales and not any(map(takes_scales, _dtypes(cache))):
+        raise ScaleError(
+            f"There are scales, but neither {' nor '.join(_dtypes(cache))} takes any: leave them "
+            "out, or choose int8, fp8_e4m3 or fp8_e5m2."
+        )
     default = CacheConfig().kv_cache_dtype
     if cache.kv_cache_dtype != default and cache.k_cache_dtype and cache.v_cache_dtype:
         raise ConfigError(
@@ -160,13 +177,8 @@ def _skipped_layers(cache: CacheConfig, geometry: ModelGeometry) -> set[int]:
     known = [layer.layer_idx for layer in geometry.layers]
     num_layers = max([*known, *geometry.kv_sources]) + 1
     skipped = set()
-    for text in cache.kv_cache_dtype_skip_layers:
-        try:
-            index = int(text)
-        except ValueError:
-            raise ConfigError(
-                f"kv_cache_dtype_skip_layers has {text!r}: give layer indices, as 0 1 -1."
-            ) from None
+    for given in cache.kv_cache_dtype_skip_layers:
+        index = _layer_index(given)
         layer = index + num_layers if index < 0 else index
         if layer not in known:
             raise ConfigError(
@@ -175,6 +187,15 @@ def _skipped_layers(cache: CacheConfig, geometry: ModelGeometry) -> set[int]:
             )
         skipped.add(layer)
     return skipped
+
+
+def _layer_index(given: str) -> int:
+    try:
+        return int(given)
+    except ValueError:
+        raise ConfigError(
+            f"kv_cache_dtype_skip_layers has {given!r}: give layer indices, as 0 1 -1."
+        ) from None
 
 
 def _spec(
@@ -190,24 +211,38 @@ def _spec(
             f"Layer {layer.layer_idx} is in kv_cache_dtype_skip_layers and has scales too: remove "
             "one of them."
         )
-    if scales and not is_skipped and not (of_layer.k or of_layer.v):
-        raise ScaleError(
-            f"There are scales, but none for layer {layer.layer_idx}: add them, or skip the layer."
-        )
-    k_dtype, v_dtype = (
-        "auto" if is_skipped else dtype or cache.kv_cache_dtype
-        for dtype in (cache.k_cache_dtype, cache.v_cache_dtype)
-    )
+    k_dtype, v_dtype = ("auto", "auto") if is_skipped else _dtypes(cache)
+    if scales and not is_skipped:
+        for name, dtype, scale in (("K", k_dtype, of_layer.k), ("V", v_dtype, of_layer.v)):
+            if takes_scales(dtype) and scale is None:
+                raise ScaleError(
+                    f"There are scales, but none for {name} of layer {layer.layer_idx}: add them, "
+                    "or skip the layer."
+                )
+
+    def tensor_format(name: str, dtype: str, scale: TensorScale | None, size: int) -> TensorFormat:
+        try:
+            if scale is not None:
+                scale.per_channel(layer.num_kv_heads, size)
+            return resolve_format(dtype, model_dtype, scale)
+        except ScaleError as error:
+            raise ScaleError(f"{name} of layer {layer.layer_idx}: {error}") from error
+
     return KVCacheSpec(
         layer_idx=layer.layer_idx,
         block_size=cache.block_size,
         num_kv_heads=layer.num_kv_heads,
         head_size=layer.head_size,
         value_size=layer.value_size,
-        k_format=resolve_format(k_dtype, model_dtype, of_layer.k),
-        v_format=resolve_format(v_dtype, model_dtype, of_layer.v),
+        k_format=tensor_format("K", k_dtype, of_layer.k, layer.head_size),
+        v_format=tensor_format("V", v_dtype, of_layer.v, layer.value_size),
         sliding_window=layer.sliding_window,
     )
+
+
+def _dtypes(cache: CacheConfig) -> tuple[str, str]:
+    """What was asked for K and for V."""
+    return cache.k_cache_dtype or cache.kv_cache_dtype, cache.v_cache_dtype or cache.kv_cache_dtype
 
 
 def _or_auto(name: str, model_dtype: str) -> str:

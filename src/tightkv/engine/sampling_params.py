@@ -48,8 +48,8 @@ class SamplingParams:
         detokenize: make text; without it the text is empty.
         forced_token_ids: teacher forcing: these tokens are taken instead of sampled ones, and the
             sequence ends exactly when they run out; no end-of-sequence token ends it earlier.
-            Their log-probabilities are reported. Evaluation stands on it: quality is measured
-            on the path that serves.
+            The sum of their log-probabilities is reported. Evaluation stands on it: quality is
+            measured on the path that serves.
 
     Raises:
         InvalidSamplingParamsError: for a value outside its range, or values that contradict.
@@ -144,10 +144,15 @@ class SamplingParams:
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
 
     def _check_logit_bias(self) -> None:
+        _check_ints("logit_bias", self.logit_bias or ())
         for token_id, bias in (self.logit_bias or {}).items():
             _check_number(f"logit_bias[{token_id}]", bias, -_MAX_LOGIT_BIAS, _MAX_LOGIT_BIAS)
 
     def _check_stop(self) -> None:
+        given: object = self.stop
+        if not isinstance(given, str | Sequence | None):
+            _refuse(f"stop must be a string or a list of strings, got {given!r}.")
+        _check_ints("stop_token_ids", self.stop_token_ids or ())
         for stop in self.stop_strings:
             if not isinstance(stop, str) or not stop:
                 _refuse(f"stop must hold non-empty strings, got {stop!r}; remove it.")
@@ -158,6 +163,7 @@ class SamplingParams:
         forced = self.forced_token_ids
         if forced is None:
             return
+        _check_ints("forced_token_ids", forced)
         if not forced:
             _refuse("forced_token_ids must hold at least one token, got none; leave it out.")
         if self.n > 1 or self.stop or self.stop_token_ids:
@@ -195,6 +201,12 @@ def _check_number(
     lower = "above" if open_below else "of at least"
     upper = "" if math.isinf(most) else f" and at most {most:g}"
     _refuse(f"{name} must be a finite number {lower} {least:g}{upper}, got {value!r}.")
+
+
+def _check_ints(name: str, token_ids: object) -> None:
+    if isinstance(token_ids, Iterable) and all(type(token_id) is int for token_id in token_ids):
+        return
+    _refuse(f"{name} must hold token ids, which are integers, got {token_ids!r}.")
 
 
 def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:

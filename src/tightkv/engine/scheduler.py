@@ -15,10 +15,10 @@ from tightkv.engine.sequence import Sequence, SequenceStatus
 from tightkv.kvcache import KVCacheManager
 from tightkv.metrics import EngineStats
 
-__all__ = ["ScheduledChunk", "Scheduler"]
+__all__ = ["MAX_PROMPT_LOGPROBS_ROWS", "ScheduledChunk", "Scheduler"]
 
-# Logits of every row are kept for prompt log-probabilities: so many rows at a time.
-_PROMPT_LOGPROBS_CHUNK = 128
+MAX_PROMPT_LOGPROBS_ROWS = 128
+"""Rows of logits that one step makes for prompt log-probabilities, besides the sampled ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,22 @@ class ScheduledChunk:
     def completes(self) -> bool:
         """Whether the sequence's next token can be sampled after this chunk."""
         return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+
+@dataclass(slots=True)
+class _StepBudget:
+    """What a step may still hold."""
+
+    num_tokens: int
+    num_prompt_rows: int = MAX_PROMPT_LOGPROBS_ROWS
+    is_untouched: bool = True
+
+    def take(self, sequence: Sequence, num_tokens: int) -> ScheduledChunk:
+        self.num_tokens -= num_tokens
+        if sequence.needs_prompt_logprobs:
+            self.num_prompt_rows -= num_tokens
+        self.is_untouched = False
+        return ScheduledChunk(sequence, num_tokens)
 
 
 class Scheduler:
@@ -64,19 +80,20 @@ class Scheduler:
     def schedule(self) -> list[ScheduledChunk]:
         """Choose the chunks of one step; their slots are allocated."""
         before = self._stats.num_preemptions
-        chunks = self._schedule_running()
+        budget = _StepBudget(self._config.max_num_batched_tokens)
+        chunks = self._schedule_running(budget)
         if self._stats.num_preemptions == before:
-            chunks += self._admit(chunks)
+            chunks += self._admit(budget)
         return chunks
 
-    def _schedule_running(self) -> list[ScheduledChunk]:
+    def _schedule_running(self, budget: _StepBudget) -> list[ScheduledChunk]:
         chunks: list[ScheduledChunk] = []
         for sequence in list(self.running):
-            num_tokens = self._chunk_size(sequence, chunks)
+            num_tokens = self._chunk_size(sequence, budget)
             if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
                 continue
             if self._make_room(sequence, num_tokens):
-                chunks.append(ScheduledChunk(sequence, num_tokens))
+                chunks.append(budget.take(sequence, num_tokens))
         return chunks
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -98,7 +115,7 @@ class Scheduler:
         victim.num_computed_tokens = 0
         self.waiting.appendleft(victim)
 
-    def _admit(self, scheduled: list[ScheduledChunk]) -> list[ScheduledChunk]:
+    def _admit(self, budget: _StepBudget) -> list[ScheduledChunk]:
         admitted: list[ScheduledChunk] = []
         held_back: list[Sequence] = []
         while self.waiting and len(self.running) < self._config.max_num_seqs:
@@ -106,7 +123,7 @@ class Scheduler:
             if sequence.waits_for_leader:
                 held_back.append(sequence)
                 continue
-            chunk = self._start(sequence, scheduled + admitted)
+            chunk = self._start(sequence, budget)
             if chunk is None:
                 self.waiting.appendleft(sequence)
                 break
@@ -114,14 +131,14 @@ class Scheduler:
         self.waiting.extendleft(reversed(held_back))
         return admitted
 
-    def _start(self, sequence: Sequence, scheduled: list[ScheduledChunk]) -> ScheduledChunk | None:
-        """Begin a waiting sequence, if all of its tokens have room now; else change nothing."""
+    def _start(self, sequence: Sequence, budget: _StepBudget) -> ScheduledChunk | None:
+        """Begin a waiting sequence, if all of its tokens have room now."""
         limit = 0 if sequence.needs_prompt_logprobs else sequence.num_tokens - 1
         num_cached = self._manager.get_computed_blocks(
             sequence.seq_id, sequence.hasher, sequence.token_ids, limit
         )
         sequence.num_computed_tokens = num_cached
-        num_tokens = self._chunk_size(sequence, scheduled)
+        num_tokens = self._chunk_size(sequence, budget)
         # Room for the whole of it, or it would be the next to be preempted.
         if num_tokens == 0 or not self._manager.allocate_slots(
             sequence.seq_id, sequence.num_tokens
@@ -135,16 +152,14 @@ class Scheduler:
             self._stats.prefix_cache_hits += num_cached
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
-        return ScheduledChunk(sequence, num_tokens)
+        return budget.take(sequence, num_tokens)
 
-    def _chunk_size(self, sequence: Sequence, scheduled: list[ScheduledChunk]) -> int:
+    def _chunk_size(self, sequence: Sequence, budget: _StepBudget) -> int:
         """Tokens of the sequence that still fit into the step; 0 if none."""
-        used = sum(chunk.num_tokens for chunk in scheduled)
-        budget = self._config.max_num_batched_tokens - used
         wanted = sequence.num_uncomputed_tokens
         if sequence.needs_prompt_logprobs:
-            wanted = min(wanted, _PROMPT_LOGPROBS_CHUNK)
+            return min(wanted, budget.num_tokens, budget.num_prompt_rows)
         if self._config.enable_chunked_prefill:
-            return min(wanted, budget)
+            return min(wanted, budget.num_tokens)
         # Whole prompts only; one that is longer than the budget has a step to itself.
-        return wanted if wanted <= budget or not scheduled else 0
+        return wanted if wanted <= budget.num_tokens or budget.is_untouched else 0

@@ -104,13 +104,14 @@ class Sequence:
     def completion(self) -> CompletionOutput:
         """What the request sees of it now."""
         wants_logprobs = self.params.logprobs is not None
+        has_sum = wants_logprobs or self.params.forced_token_ids is not None
         return CompletionOutput(
             index=self.index,
             text=self.detokenizer.text,
             token_ids=tuple(itertools.islice(self.token_ids, self.prompt_len, None)),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
+            cumulative_logprob=self.cumulative_logprob if has_sum else None,
             logprobs=tuple(self.logprobs) if wants_logprobs else None,
         )
 

@@ -106,6 +106,14 @@ class TensorFormat:
         """Bits per value in a head of `size` values, dynamic scale included, padding not."""
         return 8 * self.code.num_bytes + 8 * self.scale_bytes(1) / size
 
+    def remark(self) -> str | None:
+        """What a user who gave no static scales should know."""
+        if self.static is not None or self.code.num_bytes > 1:
+            return None
+        if self.dynamic:
+            return f"{self.name} without static scales: scaled at run time, per token and head"
+        return f"{self.name} without static scales: values are stored as they are (scale 1)"
+
     def describe(self) -> str:
         """Name and scales in words, for logs and tables."""
         scales = [f"static per {self.static.value}"] if self.static else []

@@ -8,7 +8,7 @@ from tightkv.errors import ScaleError, UnsupportedFormatError
 from tightkv.formats.base import CODE_TYPES, TensorFormat
 from tightkv.formats.scales import TensorScale
 
-__all__ = ["KV_CACHE_DTYPES", "UNSCALED_DTYPES", "dtype_name", "resolve_format"]
+__all__ = ["KV_CACHE_DTYPES", "UNSCALED_DTYPES", "dtype_name", "resolve_format", "takes_scales"]
 
 _ALIASES = {"fp8": "fp8_e4m3"}
 UNSCALED_DTYPES = ("float32", "float16", "bfloat16")
@@ -25,6 +25,12 @@ KV_CACHE_DTYPES = (
     "fp8_per_token_head",
 )
 """Every string that `--kv-cache-dtype` takes."""
+
+
+def takes_scales(kv_cache_dtype: str) -> bool:
+    """Whether static scales can go with the dtype."""
+    name = _ALIASES.get(kv_cache_dtype, kv_cache_dtype)
+    return name in CODE_TYPES and name not in UNSCALED_DTYPES
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -91,6 +91,8 @@ class AttentionParams:
             raise KernelError(
                 f"sliding_window is {self.sliding_window}: give at least 1, or None for all keys."
             )
+        if self.softcap is not None and self.softcap <= 0:
+            raise KernelError(f"softcap is {self.softcap}: give more than 0, or None for none.")
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

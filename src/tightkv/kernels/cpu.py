@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import lru_cache
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -15,6 +17,9 @@ from tightkv.kernels import _native
 from tightkv.kernels.arguments import AttentionBatch, AttentionParams, LayerCache
 
 __all__ = ["ISA_VARIABLE", "CpuBackend", "available_isas"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ISA_VARIABLE = "TIGHTKV_CPU_ISA"
 """Environment variable that names the instruction set to use instead of the best one."""
@@ -73,7 +78,8 @@ class CpuBackend:
         bad_tokens: torch.Tensor,
     ) -> None:
         key, value = key.float(), value.float()
-        clipped = self._kernels.reshape_and_cache(
+        clipped = _checked(
+            self._kernels.reshape_and_cache,
             _native_layout(cache.layout),
             cache.blocks.data_ptr(),
             len(cache.blocks),
@@ -98,9 +104,11 @@ class CpuBackend:
     ) -> torch.Tensor:
         query = query.float()
         out = query.new_empty(*query.shape[:2], cache.layout.value_size)
-        self._kernels.paged_attention(
+        _checked(
+            self._kernels.paged_attention,
             _native_layout(cache.layout),
             cache.blocks.data_ptr(),
+            len(cache.blocks),
             _strided(query),
             len(query),
             query.shape[1],
@@ -119,6 +127,14 @@ class CpuBackend:
             torch.get_num_threads(),
         )
         return out
+
+
+def _checked(kernel: Callable[P, T], *arguments: P.args, **unused: P.kwargs) -> T:
+    """Call into C++, whose checks raise ValueError."""
+    try:
+        return kernel(*arguments, **unused)
+    except ValueError as error:
+        raise KernelError(str(error)) from error
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -64,9 +64,13 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def new_hasher(self, request_id: str) -> BlockHasher:
-        """A hasher for one sequence; without prefix caching only its request shares blocks."""
-        salt = "" if self._enable_prefix_caching else request_id
+    def new_hasher(self, request: str) -> BlockHasher:
+        """A hasher for one sequence; without prefix caching only its request shares blocks.
+
+        Args:
+            request: a name that no other request ever has.
+        """
+        salt = "" if self._enable_prefix_caching else request
         return BlockHasher(self.block_size, self._seed, salt)
 
     def get_computed_blocks(

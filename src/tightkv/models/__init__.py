@@ -2,6 +2,7 @@
 
 from tightkv.models.activation import peak_activation_bytes
 from tightkv.models.attention import AttentionCall, attend_with, use_paged_attention
+from tightkv.models.compatibility import one_line
 from tightkv.models.geometry import LayerGeometry, ModelGeometry, probe_geometry
 from tightkv.models.loader import LoadedModel, load_model
 
@@ -12,6 +13,7 @@ __all__ = [
     "ModelGeometry",
     "attend_with",
     "load_model",
+    "one_line",
     "peak_activation_bytes",
     "probe_geometry",
     "use_paged_attention",

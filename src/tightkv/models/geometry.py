@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from tightkv.errors import UnsupportedModelError
+from tightkv.errors import TightKVError, UnsupportedModelError
 from tightkv.models.attention import AttentionCall, attend_with
+from tightkv.models.compatibility import one_line
 
 __all__ = ["LayerGeometry", "ModelGeometry", "probe_geometry"]
 
@@ -73,20 +74,56 @@ def probe_geometry(model: PreTrainedModel) -> ModelGeometry:
             cache cannot serve.
     """
     probe = _Probe()
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    with torch.inference_mode(), attend_with(probe):
-        model(
-            input_ids=ids,
-            position_ids=torch.arange(2, device=model.device)[None],
-            use_cache=False,
-            logits_to_keep=1,
+    try:
+        num_rows = _run(model, probe)
+    except TightKVError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be run on packed tokens ({one_line(error)}): use a "
+            "model with full or sliding-window attention."
+        ) from error
+    if num_rows != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives {num_rows} rows of logits where one was asked for: it "
+            "must take logits_to_keep."
         )
     if not probe.layers:
         raise UnsupportedModelError(
             f"{type(model).__name__} never called attention: it has no K and V to cache."
         )
     layers = tuple(probe.layers[layer] for layer in sorted(probe.layers))
+    _check_windows(model.config, layers)
     return ModelGeometry(layers, probe.kv_sources)
+
+
+def _run(model: PreTrainedModel, probe: _Probe) -> int:
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    positions = torch.arange(2, device=model.device)[None]
+    with torch.inference_mode(), attend_with(probe):
+        output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+    return int(output.logits.shape[1])
+
+
+def _check_windows(config: PreTrainedConfig, layers: tuple[LayerGeometry, ...]) -> None:
+    """Some models put the window into the mask alone, which is not made here."""
+    kinds = getattr(config, "layer_types", None)  # not every config has the field
+    window = getattr(config, "sliding_window", None)
+    if kinds:
+        lost = [
+            layer.layer_idx
+            for layer in layers
+            if kinds[layer.layer_idx] == "sliding_attention" and layer.sliding_window is None
+        ]
+    else:
+        is_used = window and window < getattr(config, "max_position_embeddings", 0)
+        has_window = any(layer.sliding_window for layer in layers)
+        lost = [layer.layer_idx for layer in layers] if is_used and not has_window else []
+    if lost:
+        raise UnsupportedModelError(
+            f"Models of type {config.model_type!r} do not tell attention the window of layers "
+            f"{lost} ({window} tokens), which would be ignored: use a model without a window."
+        )
 
 
 def _geometry(call: AttentionCall) -> LayerGeometry:

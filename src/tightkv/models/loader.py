@@ -31,6 +31,7 @@ from tightkv.models.compatibility import (
 )
 from tightkv.models.gguf import convert_gguf
 from tightkv.models.linear import pack_linear_layers, weight_bytes
+from tightkv.planning import check_max_model_len
 
 __all__ = ["LoadedModel", "load_model"]
 
@@ -80,6 +81,7 @@ def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:
     settings = _load_config(config, source)
     check_model(settings)
     max_position = _positive(settings, "max_position_embeddings")
+    check_max_model_len(config.max_model_len, max_position)
     vocab_size = _positive(settings, "vocab_size")
     tokenizer = _load_tokenizer(config, source)
     model = _load_weights(config, source, settings, dtype)
@@ -100,7 +102,16 @@ def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:
 
 def _locate(config: ModelConfig) -> str:
     """The folder of the model, or its hub id."""
-    path = Path(config.model).expanduser()
+    try:
+        return _locate_on_disk(config, Path(config.model).expanduser())
+    except OSError as error:
+        raise CheckpointError(
+            f"The model {one_line(OSError(config.model), 80)} cannot be read ({error.strerror}): "
+            "check the path and its permissions."
+        ) from error
+
+
+def _locate_on_disk(config: ModelConfig, path: Path) -> str:
     if not config.model:
         raise ConfigError(
             "No model was given: name a Hugging Face folder, a hub id or a GGUF file."
@@ -185,7 +196,7 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
             f"The chat template {str(file)!r} is not valid Jinja (line {error.lineno}: "
             f"{one_line(error)}): correct it."
         ) from error
-    except jinja2.TemplateError:
+    except Exception:
         # A template may refuse this one message on purpose; that it parses is all we ask.
         return
 
@@ -239,7 +250,8 @@ def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
         # A config may lack the field, hold one id, or a list of them.
         known = getattr(settings, "eos_token_id", None)
         ids |= {known} if isinstance(known, int) else set(known or ())
-    return frozenset(ids)
+    # Some configs name a token that the model cannot make.
+    return frozenset(token for token in ids if 0 <= token < model.config.vocab_size)
 
 
 def _positive(settings: PreTrainedConfig, name: str) -> int:

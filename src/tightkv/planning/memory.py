@@ -9,7 +9,13 @@ from tightkv.config import CacheConfig
 from tightkv.errors import ConfigError, InsufficientMemoryError
 from tightkv.kvcache import LayerGroup
 
-__all__ = ["MemoryPlan", "PoolRequest", "available_memory", "plan_memory"]
+__all__ = [
+    "MemoryPlan",
+    "PoolRequest",
+    "available_memory",
+    "check_max_model_len",
+    "plan_memory",
+]
 
 _GIB = 2**30
 
@@ -21,7 +27,8 @@ class PoolRequest:
     Attributes:
         max_model_len: longest sequence asked for; None: as the model and the pool allow.
         max_position: longest sequence that the model knows.
-        total_bytes: memory available before the weights were loaded.
+        total_bytes: memory available before the weights were loaded; None: the system does not
+            tell.
         weight_bytes: bytes of the weights.
         peak_bytes: bytes of a step's largest intermediate results.
     """
@@ -29,7 +36,7 @@ class PoolRequest:
     max_model_len: int | None
     max_position: int
     max_num_seqs: int
-    total_bytes: int
+    total_bytes: int | None
     weight_bytes: int
     peak_bytes: int
 
@@ -79,11 +86,7 @@ def plan_memory(
         InsufficientMemoryError: if one sequence of the wanted length does not fit.
     """
     wanted = request.max_model_len or request.max_position
-    if wanted > request.max_position:
-        raise ConfigError(
-            f"max_model_len is {wanted}, but the model knows {request.max_position} positions: "
-            "lower it."
-        )
+    check_max_model_len(request.max_model_len, request.max_position)
     bytes_per_block = sum(group.block_bytes for group in groups)
     budget, reason = _budget(cache, request)
     blocks_per_sequence = -(-wanted // cache.block_size)
@@ -99,23 +102,51 @@ def plan_memory(
             f"{_size(needed)}: raise --kv-cache-memory-bytes or --gpu-memory-utilization, lower "
             "--max-model-len, or choose a narrower --kv-cache-dtype."
         )
+    pool_bytes = num_blocks * bytes_per_block
+    if request.total_bytes is not None and pool_bytes + request.weight_bytes > request.total_bytes:
+        raise InsufficientMemoryError(
+            f"The KV cache pool of {_size(pool_bytes)} and the weights of "
+            f"{_size(request.weight_bytes)} are more than the {_size(request.total_bytes)} "
+            "available: lower --kv-cache-memory-bytes."
+        )
+    max_model_len = min(wanted, num_blocks * cache.block_size)
+    if max_model_len < wanted:
+        reason += f"; sequences of {wanted} tokens do not fit, so max_model_len is {max_model_len}"
     return MemoryPlan(
         num_blocks=num_blocks,
         block_size=cache.block_size,
         bytes_per_block=bytes_per_block,
-        max_model_len=min(wanted, num_blocks * cache.block_size),
+        max_model_len=max_model_len,
         reason=reason,
     )
 
 
-def available_memory() -> int:
-    """Bytes that this process may still take: the machine's free memory, or its cgroup's rest."""
-    return min([_memory_available(), *_cgroup_rest()])
+def check_max_model_len(max_model_len: int | None, max_position: int) -> None:
+    """Raise ConfigError if sequences longer than the model knows are asked for."""
+    if max_model_len is not None and max_model_len > max_position:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but the model knows {max_position} positions: "
+            "lower it."
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still take: the machine's free memory, or its cgroup's rest.
+
+    None where the system does not tell.
+    """
+    available = _memory_available()
+    return None if available is None else min([available, *_cgroup_rest()])
 
 
 def _budget(cache: CacheConfig, request: PoolRequest) -> tuple[int, str]:
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    if request.total_bytes is None:
+        raise ConfigError(
+            "This system does not tell its free memory (/proc/meminfo): set "
+            "--kv-cache-memory-bytes."
+        )
     usable = int(request.total_bytes * cache.gpu_memory_utilization)
     budget = usable - request.weight_bytes - request.peak_bytes
     return max(budget, 0), (
@@ -130,14 +161,11 @@ def _size(num_bytes: int) -> str:
     )
 
 
-def _memory_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError(
-        "This system does not tell its free memory (/proc/meminfo has no MemAvailable): "
-        "set --kv-cache-memory-bytes."
-    )
+def _memory_available() -> int | None:
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
+    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return kibibytes[0] * 1024 if kibibytes else None
 
 
 def _cgroup_rest() -> list[int]:
