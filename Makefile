@@ -38,13 +38,15 @@ check: install ## Formatting, lint, types, layers
 	@echo "Layers (import-linter)"
 	@$(BIN)/lint-imports --no-logo
 
+MARKERS := not slow
+
 .PHONY: test
 test: install ## The quick tests, a few minutes; ARGS="tests/kernels -k int8" picks some
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -m "$(MARKERS)" $(ARGS)
 
 .PHONY: test-all
-test-all: install ## All tests, the slow ones too
-	@$(BIN)/python -m pytest $(ARGS)
+test-all: ## All tests, the slow ones too
+	@$(MAKE) -s test MARKERS="slow or not slow"
 
 ISA_BUILD = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	-DCMAKE_BUILD_TYPE=Release -DTIGHTKV_ISA_TEST=ON --log-level=NOTICE

@@ -72,6 +72,7 @@ def test_file_of_prompts_to_file_of_answers(
     assert all(len(record["outputs"]) == 2 for record in records)
     assert all(len(o["token_ids"]) == 3 for record in records for o in record["outputs"])
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert answers.stat().st_mode & 0o444 == prompts.stat().st_mode & 0o444
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,8 @@ def test_file_of_prompts_to_file_of_answers(
         (["{folder}", "--prompts-file", "{tmp}/none.jsonl"], "none.jsonl"),
         (["{folder}", "--prompts-file", "{tmp}/bad.jsonl"], "line 2"),
         (["{folder}", "--prompt", "x", "-o", "{tmp}/no/such/answers.jsonl"], "answers.jsonl"),
+        (["{folder}", "--prompt", "x", "-o", "{tmp}"], "cannot be written"),
+        (["x" * 5000, "--prompt", "x"], "cannot be read"),
         (["{folder}", "--prompt", "x", "--chat-template", "{tmp}/none.jinja"], "none.jinja"),
     ],
 )

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tightkv.models.attention import AttentionCall, attend_with
+from tightkv.models.attention import attend_with
+from tightkv.models.geometry import stand_in
 from tightkv.models.loader import LoadedModel
 
 __all__ = ["peak_activation_bytes"]
@@ -57,13 +58,8 @@ def peak_activation_bytes(model: LoadedModel, num_tokens: int, num_rows: int) ->
     meter = _Meter()
     ids = torch.zeros(1, _SAMPLE_TOKENS, dtype=torch.int64, device=model.model.device)
     positions = torch.arange(_SAMPLE_TOKENS, device=ids.device)[None]
-    with torch.inference_mode(), attend_with(_stand_in), meter:
+    with torch.inference_mode(), attend_with(stand_in), meter:
         model.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
     # The logits once as the model makes them and once in float32.
     logits = num_rows * model.vocab_size * (model.dtype.itemsize + 4)
     return meter.peak_bytes * num_tokens // _SAMPLE_TOKENS + logits
-
-
-def _stand_in(call: AttentionCall) -> torch.Tensor:
-    group = call.query.shape[1] // call.key.shape[1]
-    return call.value.repeat_interleave(group, dim=1)

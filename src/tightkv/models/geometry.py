@@ -14,7 +14,7 @@ from tightkv.errors import TightKVError, UnsupportedModelError
 from tightkv.models.attention import AttentionCall, attend_with
 from tightkv.models.compatibility import one_line
 
-__all__ = ["LayerGeometry", "ModelGeometry", "probe_geometry"]
+__all__ = ["LayerGeometry", "ModelGeometry", "probe_geometry", "stand_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,13 @@ class ModelGeometry:
     kv_sources: dict[int, int]
 
 
+def stand_in(call: AttentionCall) -> torch.Tensor:
+    """A tensor of the shape of attention's output, for runs whose numbers nobody reads."""
+    return call.value.repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)
+
+
 class _Probe:
-    """Attention handler that notes shapes. What it returns has the right shape and no meaning."""
+    """Attention handler that notes shapes."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerGeometry] = {}
@@ -62,8 +67,7 @@ class _Probe:
             self.kv_sources[call.layer_idx] = source
         else:
             self.layers[call.layer_idx] = _geometry(call)
-        group = call.query.shape[1] // call.key.shape[1]
-        return call.value.repeat_interleave(group, dim=1)
+        return stand_in(call)
 
 
 def probe_geometry(model: PreTrainedModel) -> ModelGeometry:
