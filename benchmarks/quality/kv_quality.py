@@ -28,7 +28,6 @@ from tightkv.metrics import Divergence
 from tightkv.models import AttentionCall, LoadedModel, attend_with
 
 CALIBRATION_TOKENS = 8192
-CALIBRATION_WINDOW = 2048
 NUM_PARTS = 16
 
 # Mean KL of the simulation, on the first 2,048 tokens.
@@ -64,10 +63,15 @@ class AbsMax:
         return out[0].transpose(0, 1)
 
 
-def measure_absmax(model: LoadedModel, token_ids: list[int]) -> AbsMax:
+def measure_absmax(model: LoadedModel, token_ids: list[int], window: int) -> AbsMax:
+    """Absmax over windows of the text.
+
+    They are as long as what is measured: RoPE turns some channels of K only slowly, whose range at
+    late positions a shorter window would never see.
+    """
     seen = AbsMax()
-    for start in range(0, len(token_ids), CALIBRATION_WINDOW):
-        ids = torch.tensor([token_ids[start : start + CALIBRATION_WINDOW]])
+    for start in range(0, len(token_ids), window):
+        ids = torch.tensor([token_ids[start : start + window]])
         positions = torch.arange(ids.shape[1])[None]
         with torch.inference_mode(), attend_with(seen):
             model.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
@@ -189,7 +193,9 @@ def main() -> None:
     words = base_llm.engine.tokenize("\n\n".join(topics.values()), add_special_tokens=False)
     text = words[: options.tokens]
     seen = measure_absmax(
-        base_llm.model, words[options.tokens : options.tokens + CALIBRATION_TOKENS]
+        base_llm.model,
+        words[options.tokens : options.tokens + CALIBRATION_TOKENS],
+        window=options.tokens,
     )
     results = {}
     for mode in options.modes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,3 +191,19 @@ def test_too_much_memory() -> None:
 def test_blocks_start_as_zeros() -> None:
     storage = make_storage({0: ("fp8_e4m3", None)})
     assert not storage.layer(0).blocks.any()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_a_block_takes_no_memory_until_it_is_written() -> None:
+    spec = make_spec(0, "int8", None)
+    num_blocks = (1 << 30) // spec.block_bytes
+    before = resident_bytes()
+    storage = KVCacheStorage(group_layers([spec]), num_blocks, CPU, ReferenceBackend())
+    assert storage.num_bytes > 1_000_000_000
+    assert resident_bytes() - before < 100_000_000
+    assert storage.layer(0).blocks.data_ptr() % 64 == 0
+    assert not storage.layer(0).blocks[::100_000].any()

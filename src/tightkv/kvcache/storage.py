@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
+import numpy
 import torch
 
 from tightkv.errors import InsufficientMemoryError
@@ -21,6 +22,9 @@ from tightkv.kvcache.metadata import AttentionMetadata
 from tightkv.kvcache.spec import KVCacheSpec, LayerGroup
 
 __all__ = ["KVCacheStorage"]
+
+
+_CACHE_LINE = 64
 
 
 class KVCacheStorage:
@@ -122,13 +126,24 @@ class KVCacheStorage:
         return self._kv_sources.get(layer_idx, layer_idx)
 
 
+def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
+    """Blocks of zeros, so that none is ever read as garbage."""
+    if device.type != "cpu":
+        return torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
+    # numpy leaves the zeros to the system, which takes no memory until a block is written;
+    # torch writes them. Blocks start on a cache line.
+    size = num_blocks * block_bytes
+    memory = numpy.zeros(size + _CACHE_LINE, dtype=numpy.uint8)
+    start = -memory.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(memory[start : start + size]).view(num_blocks, block_bytes)
+
+
 def _allocate(
     spec: KVCacheSpec, num_blocks: int, device: torch.device, scales: LayerScales
 ) -> LayerCache:
     try:
-        # Zeros: a block never read as garbage, and on a CPU no memory until it is written.
-        blocks = torch.zeros(num_blocks, spec.block_bytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
+        blocks = _zeros(num_blocks, spec.block_bytes, device)
+    except (RuntimeError, MemoryError) as error:
         raise InsufficientMemoryError(
             f"The KV cache of layer {spec.layer_idx} needs {num_blocks * spec.block_bytes} bytes "
             f"on {device}, which could not be had: lower --kv-cache-memory-bytes, --max-model-len "
