@@ -1,6 +1,6 @@
 // Codes from numbers, one IEEE operation at a time: the C++ side of
-// src/tightkv/formats/quantization.py. Compile with -ffp-contract=off. Plain loops over these functions
-// vectorize.
+// src/tightkv/formats/quantization.py. Compile with -ffp-contract=off. Plain loops over these
+// functions vectorize.
 #pragma once
 
 #include <cmath>
