@@ -15,6 +15,7 @@ from tightkv.engine.batch import build_forward_batch
 from tightkv.engine.detokenizer import IncrementalDetokenizer
 from tightkv.engine.model_runner import ModelRunner
 from tightkv.engine.output_processor import LogitsObserver, OutputProcessor
+from tightkv.engine.outputs import FinishReason
 from tightkv.engine.request import Request
 from tightkv.engine.resolve import (
     check_config,
@@ -155,12 +156,7 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> None:
         """End a request and free its blocks; an unknown or finished one is left alone."""
-        request = self._requests.pop(request_id, None)
-        for sequence in request.sequences if request else ():
-            if not sequence.is_finished:
-                sequence.finish("abort")
-            # Also a finished one: its step may have been interrupted before it was released.
-            self.scheduler.release(sequence)
+        self._end(request_id, "abort")
 
     def step(self) -> list[Request]:
         """Run one step.
@@ -186,12 +182,17 @@ class LLMEngine:
         """End the requests of a step that broke, so that it is not run again and again."""
         reason = f"A step of the engine failed ({one_line(error)}): its requests have ended."
         for chunk in chunks:
-            request = self._requests.pop(chunk.sequence.request_id, None)
-            for sequence in request.sequences if request else ():
-                if not sequence.is_finished:
-                    sequence.finish("error", error=reason)
-                self.scheduler.release(sequence)
+            self._end(chunk.sequence.request_id, "error", reason)
         return EngineError(reason)
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """Finish what is unfinished of a request, and free its blocks."""
+        request = self._requests.pop(request_id, None)
+        for sequence in request.sequences if request else ():
+            if not sequence.is_finished:
+                sequence.finish(reason, error=error)
+            # Also a finished one: its step may have been interrupted before it was released.
+            self.scheduler.release(sequence)
 
     def _settle(self, chunks: Seq[ScheduledChunk]) -> list[Request]:
         """Offer checked blocks to others, free what is finished."""
