@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <stdexcept>
@@ -34,8 +35,9 @@ T* pointer(Address address) {
 // Channels lie next to each other; tokens and heads may lie anywhere.
 using StridedAddress = std::tuple<Address, int64_t, int64_t>;
 
-Strided strided(const StridedAddress& tensor) {
-  return {pointer<const float>(std::get<0>(tensor)), std::get<1>(tensor), std::get<2>(tensor)};
+template <class Value = const float>
+StridedOf<Value> strided(const StridedAddress& tensor) {
+  return {pointer<Value>(std::get<0>(tensor)), std::get<1>(tensor), std::get<2>(tensor)};
 }
 
 void require(bool condition, const char* message) {
@@ -57,66 +59,121 @@ Layout make_layout(int64_t block_bytes, int block_size, int num_kv_heads, const 
   return {block_bytes, block_size, num_kv_heads, k, v};
 }
 
-// Anything else would read memory that is not the cache's.
-void check_batch(const Batch& batch, const Layout& layout, int64_t num_blocks, int64_t num_tokens) {
-  require(batch.query_start_loc[0] == 0 && batch.query_start_loc[batch.num_seqs] == num_tokens,
-          "query_start_loc must go from 0 to the number of queries.");
-  for (int64_t seq = 0; seq < batch.num_seqs; ++seq) {
+struct LayerCache {
+  Layout layout;
+  uint8_t* blocks;
+  int64_t num_blocks;
+  const float *k_scale, *v_scale;
+};
+
+LayerCache make_layer_cache(const Layout& layout, Address blocks, int64_t num_blocks,
+                            Address k_scale, Address v_scale) {
+  return {layout, pointer<uint8_t>(blocks), num_blocks, pointer<const float>(k_scale),
+          pointer<const float>(v_scale)};
+}
+
+// A batch, with what its tensors ask of a cache.
+struct CheckedBatch {
+  Batch batch;
+  int64_t num_tokens, longest;
+  int32_t first_block, last_block;
+};
+
+CheckedBatch make_batch(Address query_start_loc, Address seq_lens, Address block_table,
+                        int64_t num_seqs, int64_t max_blocks) {
+  const Batch batch{pointer<const int32_t>(query_start_loc), pointer<const int32_t>(seq_lens),
+                    pointer<const int32_t>(block_table), num_seqs, max_blocks};
+  require(batch.query_start_loc[0] == 0, "query_start_loc must begin with 0.");
+  int64_t longest = 0;
+  for (int64_t seq = 0; seq < num_seqs; ++seq) {
     const int64_t queries = batch.query_start_loc[seq + 1] - batch.query_start_loc[seq];
     require(queries >= 0 && batch.seq_lens[seq] >= queries,
             "A sequence has more queries than tokens, or query_start_loc decreases.");
-    const int64_t used = (batch.seq_lens[seq] + layout.block_size - 1) / layout.block_size;
-    require(used <= batch.max_blocks, "A sequence has more tokens than its blocks hold.");
-    const int32_t* table = batch.block_table + seq * batch.max_blocks;
-    for (int64_t i = 0; i < used; ++i)
-      require(table[i] >= 0 && table[i] < num_blocks,
-              "block_table names a block outside the cache.");
+    longest = std::max<int64_t>(longest, batch.seq_lens[seq]);
   }
+  const auto blocks =
+      std::minmax_element(batch.block_table, batch.block_table + num_seqs * max_blocks);
+  const bool any = num_seqs * max_blocks > 0;
+  return {batch, batch.query_start_loc[num_seqs], longest, any ? *blocks.first : 0,
+          any ? *blocks.second : 0};
 }
 
-std::pair<int64_t, int64_t> reshape_and_cache(
-    const KernelTable& kernels, const Layout& layout, Address blocks, int64_t num_blocks,
-    const StridedAddress& key, const StridedAddress& value, Address k_scale, Address v_scale,
-    Address slot_mapping, Address bad_tokens, int64_t num_tokens, int num_threads) {
-  const WriteArgs args{layout,
-                       pointer<uint8_t>(blocks),
+// Anything else would read memory that is not the cache's.
+void check_batch(const CheckedBatch& batch, const LayerCache& cache, int64_t num_tokens) {
+  require(batch.num_tokens == num_tokens,
+          "query_start_loc must go from 0 to the number of queries.");
+  require(batch.longest <= batch.batch.max_blocks * cache.layout.block_size,
+          "A sequence has more tokens than its blocks hold.");
+  require(batch.first_block >= 0 && (batch.last_block < cache.num_blocks || batch.longest == 0),
+          "block_table names a block outside the cache.");
+}
+
+std::pair<int64_t, int64_t> reshape_and_cache(const KernelTable& kernels, const LayerCache& cache,
+                                              const StridedAddress& key,
+                                              const StridedAddress& value, Address slot_mapping,
+                                              Address bad_tokens, int64_t num_tokens,
+                                              int num_threads) {
+  const WriteArgs args{cache.layout,
+                       cache.blocks,
                        strided(key),
                        strided(value),
-                       pointer<const float>(k_scale),
-                       pointer<const float>(v_scale),
+                       cache.k_scale,
+                       cache.v_scale,
                        pointer<const int64_t>(slot_mapping),
                        pointer<bool>(bad_tokens)};
   for (int64_t token = 0; token < num_tokens; ++token)
-    require(
-        args.slot_mapping[token] >= 0 && args.slot_mapping[token] < num_blocks * layout.block_size,
-        "A slot of slot_mapping lies outside the cache.");
+    require(args.slot_mapping[token] >= 0 &&
+                args.slot_mapping[token] < cache.num_blocks * cache.layout.block_size,
+            "A slot of slot_mapping lies outside the cache.");
   nb::gil_scoped_release release;
   const ClipCounts counts = run_write(kernels, args, num_tokens, num_threads);
   return {counts.k, counts.v};
 }
 
-void paged_attention(const KernelTable& kernels, const Layout& layout, Address blocks,
-                     int64_t num_blocks, const StridedAddress& query, int64_t num_tokens,
-                     int num_heads, Address k_scale, Address v_scale, Address query_start_loc,
-                     Address seq_lens, Address block_table, int64_t num_seqs, int64_t max_blocks,
+void paged_attention(const KernelTable& kernels, const LayerCache& cache, const CheckedBatch& batch,
+                     const StridedAddress& query, int64_t num_tokens, int num_heads,
                      float softmax_scale, int64_t sliding_window, float softcap, Address sinks,
                      Address out, int num_threads) {
-  const AttentionArgs args{layout,
-                           pointer<const uint8_t>(blocks),
+  const AttentionArgs args{cache.layout,
+                           cache.blocks,
                            strided(query),
-                           pointer<const float>(k_scale),
-                           pointer<const float>(v_scale),
+                           cache.k_scale,
+                           cache.v_scale,
                            pointer<float>(out),
                            num_heads,
                            softmax_scale,
                            sliding_window,
                            softcap,
                            pointer<const float>(sinks)};
-  const Batch batch{pointer<const int32_t>(query_start_loc), pointer<const int32_t>(seq_lens),
-                    pointer<const int32_t>(block_table), num_seqs, max_blocks};
-  check_batch(batch, layout, num_blocks, num_tokens);
+  check_batch(batch, cache, num_tokens);
   nb::gil_scoped_release release;
-  run_attention(kernels, args, batch, num_threads);
+  run_attention(kernels, args, batch.batch, num_threads);
+}
+
+void rms_norm(const KernelTable& kernels, const StridedAddress& x, const StridedAddress& out,
+              int64_t num_tokens, int num_heads, int size, Address weight, float epsilon,
+              int num_threads) {
+  nb::gil_scoped_release release;
+  run_rms_norm(
+      kernels,
+      {strided(x), strided<float>(out), num_heads, size, pointer<const float>(weight), epsilon},
+      num_tokens, num_threads);
+}
+
+void rotary_embedding(const KernelTable& kernels, const StridedAddress& x, int64_t num_tokens,
+                      int num_heads, int size, Address cos, Address sin, int num_threads) {
+  nb::gil_scoped_release release;
+  run_rotary_embedding(
+      kernels,
+      {strided<float>(x), num_heads, size, pointer<const float>(cos), pointer<const float>(sin)},
+      num_tokens, num_threads);
+}
+
+void silu_and_mul(const KernelTable& kernels, Address x, Address out, int64_t num_tokens, int size,
+                  int num_threads) {
+  nb::gil_scoped_release release;
+  run_silu_and_mul(kernels, {pointer<const float>(x), pointer<float>(out), size}, num_tokens,
+                   num_threads);
 }
 
 }  // namespace
@@ -135,17 +192,26 @@ NB_MODULE(_native, m) {
   nb::class_<Layout>(m, "Layout", "Addresses within the blocks of one layer.")
       .def(nb::new_(&make_layout), nb::arg("block_bytes"), nb::arg("block_size"),
            nb::arg("num_kv_heads"), nb::arg("k"), nb::arg("v"));
+  nb::class_<LayerCache>(m, "LayerCache", "Blocks and static factors of one layer.")
+      .def(nb::new_(&make_layer_cache), nb::arg("layout"), nb::arg("blocks"), nb::arg("num_blocks"),
+           nb::arg("k_scale"), nb::arg("v_scale"));
+  nb::class_<CheckedBatch>(m, "Batch", "Which tokens of which sequences attend.")
+      .def(nb::new_(&make_batch), nb::arg("query_start_loc"), nb::arg("seq_lens"),
+           nb::arg("block_table"), nb::arg("num_seqs"), nb::arg("max_blocks"));
   nb::class_<KernelTable>(m, "Kernels", "The kernels of one instruction set.")
-      .def("reshape_and_cache", &reshape_and_cache, nb::arg("layout"), nb::arg("blocks"),
-           nb::arg("num_blocks"), nb::arg("key"), nb::arg("value"), nb::arg("k_scale"),
-           nb::arg("v_scale"), nb::arg("slot_mapping"), nb::arg("bad_tokens"),
-           nb::arg("num_tokens"), nb::arg("num_threads"),
-           "Quantizes and stores; returns the clipped values of K and V.")
-      .def("paged_attention", &paged_attention, nb::arg("layout"), nb::arg("blocks"),
-           nb::arg("num_blocks"), nb::arg("query"), nb::arg("num_tokens"), nb::arg("num_heads"),
-           nb::arg("k_scale"), nb::arg("v_scale"), nb::arg("query_start_loc"), nb::arg("seq_lens"),
-           nb::arg("block_table"), nb::arg("num_seqs"), nb::arg("max_blocks"),
-           nb::arg("softmax_scale"), nb::arg("sliding_window"), nb::arg("softcap"),
-           nb::arg("sinks"), nb::arg("out"), nb::arg("num_threads"),
-           "Attention of the batch's queries over the cache, into `out`.");
+      .def("reshape_and_cache", &reshape_and_cache, nb::arg("cache"), nb::arg("key"),
+           nb::arg("value"), nb::arg("slot_mapping"), nb::arg("bad_tokens"), nb::arg("num_tokens"),
+           nb::arg("num_threads"), "Quantizes and stores; returns the clipped values of K and V.")
+      .def("paged_attention", &paged_attention, nb::arg("cache"), nb::arg("batch"),
+           nb::arg("query"), nb::arg("num_tokens"), nb::arg("num_heads"), nb::arg("softmax_scale"),
+           nb::arg("sliding_window"), nb::arg("softcap"), nb::arg("sinks"), nb::arg("out"),
+           nb::arg("num_threads"), "Attention of the batch's queries over the cache, into `out`.")
+      .def("rms_norm", &rms_norm, nb::arg("x"), nb::arg("out"), nb::arg("num_tokens"),
+           nb::arg("num_heads"), nb::arg("size"), nb::arg("weight"), nb::arg("epsilon"),
+           nb::arg("num_threads"), "Norm over the channels of each head, into `out`.")
+      .def("rotary_embedding", &rotary_embedding, nb::arg("x"), nb::arg("num_tokens"),
+           nb::arg("num_heads"), nb::arg("size"), nb::arg("cos"), nb::arg("sin"),
+           nb::arg("num_threads"), "RoPE, in place.")
+      .def("silu_and_mul", &silu_and_mul, nb::arg("x"), nb::arg("out"), nb::arg("num_tokens"),
+           nb::arg("size"), nb::arg("num_threads"), "silu(first half) * second half, into `out`.");
 }

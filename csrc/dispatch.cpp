@@ -119,6 +119,18 @@ void run_items(const std::vector<WorkItem>& items, const AttentionArgs& args, fl
   for (int64_t i = 0; i < count; ++i) run(args, items[i], partials, workspace.get(floats));
 }
 
+// Work on tokens that do not depend on each other, in one piece per thread.
+template <class Args>
+void run_tokens(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t num_tokens,
+                int64_t values_per_token, int num_threads) {
+  constexpr int64_t kValuesWorthThreads = 32768;
+  const int64_t piece = (num_tokens + num_threads - 1) / num_threads;
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads) if (num_tokens * values_per_token >= kValuesWorthThreads)
+  for (int64_t begin = 0; begin < num_tokens; begin += piece)
+    kernel(args, begin, std::min(begin + piece, num_tokens));
+}
+
 }  // namespace
 
 std::vector<std::string> available_isas() {
@@ -159,6 +171,22 @@ void run_attention(const KernelTable& kernels, const AttentionArgs& args, const 
   float* partials = partial_states.get(plan.partial_floats);
   run_items(plan.items, args, partials, num_threads, kernels.attend, 2);
   run_items(plan.reductions, args, partials, num_threads, kernels.reduce, 32);
+}
+
+void run_rms_norm(const KernelTable& kernels, const RmsNormArgs& args, int64_t num_tokens,
+                  int num_threads) {
+  run_tokens(kernels.rms_norm, args, num_tokens, int64_t{args.num_heads} * args.size, num_threads);
+}
+
+void run_rotary_embedding(const KernelTable& kernels, const RotaryArgs& args, int64_t num_tokens,
+                          int num_threads) {
+  run_tokens(kernels.rotary_embedding, args, num_tokens, int64_t{args.num_heads} * args.size,
+             num_threads);
+}
+
+void run_silu_and_mul(const KernelTable& kernels, const SiluAndMulArgs& args, int64_t num_tokens,
+                      int num_threads) {
+  run_tokens(kernels.silu_and_mul, args, num_tokens, args.size, num_threads);
 }
 
 }  // namespace tightkv

@@ -27,4 +27,13 @@ ClipCounts run_write(const KernelTable& kernels, const WriteArgs& args, int64_t 
 void run_attention(const KernelTable& kernels, const AttentionArgs& args, const Batch& batch,
                    int num_threads);
 
+void run_rms_norm(const KernelTable& kernels, const RmsNormArgs& args, int64_t num_tokens,
+                  int num_threads);
+
+void run_rotary_embedding(const KernelTable& kernels, const RotaryArgs& args, int64_t num_tokens,
+                          int num_threads);
+
+void run_silu_and_mul(const KernelTable& kernels, const SiluAndMulArgs& args, int64_t num_tokens,
+                      int num_threads);
+
 }  // namespace tightkv

@@ -27,6 +27,9 @@ struct TensorLayout {
   int padded_size;       // channels as stored
   int64_t codes_offset;  // bytes from the block's start
   int64_t scales_offset;
+
+  // Of the codes of 16 tokens of one head.
+  int64_t tile_bytes() const { return int64_t{padded_size} * kTile * code_bytes(code); }
 };
 
 struct Layout {
@@ -40,9 +43,8 @@ struct Layout {
   // First byte of the 16 tokens of `tile` (counted within the block) of one head.
   template <class Byte>
   Byte* codes(Byte* blocks, const TensorLayout& tensor, int64_t block, int head, int tile) const {
-    const int64_t tile_bytes = int64_t{tensor.padded_size} * kTile * code_bytes(tensor.code);
     return blocks + block * block_bytes + tensor.codes_offset +
-           (int64_t{head} * tiles_per_block() + tile) * tile_bytes;
+           (int64_t{head} * tiles_per_block() + tile) * tensor.tile_bytes();
   }
 
   // First dynamic scale, fp16 bits, of the 16 tokens of `tile` of one head.

@@ -53,9 +53,10 @@ class Arm:
     batch: AttentionBatch
     query: torch.Tensor
 
+    params: AttentionParams
+
     def run(self, backend: Backend) -> None:
-        params = AttentionParams(self.query.shape[-1] ** -0.5)
-        paged_attention(backend, self.query, self.cache, self.batch, params)
+        paged_attention(backend, self.query, self.cache, self.batch, self.params)
 
 
 def scale_of(arm: str, num_kv_heads: int, size: int) -> TensorScale | None:
@@ -92,7 +93,7 @@ def prepare(arm: str, shape: tuple[int, int, int], num_tokens: int, backend: Bac
         torch.tensor([num_tokens], dtype=torch.int32),
         table[None].to(torch.int32),
     )
-    return Arm(cache, batch, torch.randn(1, num_heads, size))
+    return Arm(cache, batch, torch.randn(1, num_heads, size), AttentionParams(size**-0.5))
 
 
 def time_arms(arms: dict[str, Arm], backend: Backend, rounds: int) -> dict[str, float]:

@@ -1,8 +1,10 @@
 #include "simd/neon.h"
 
 #include "kernels/attention.h"
+#include "kernels/layer.h"
 #include "kernels/write.h"
 
 namespace tightkv {
-const KernelTable kNeonKernels{Simd::kName, write_tokens, attend_item, reduce_item};
+const KernelTable kNeonKernels{Simd::kName,     write_tokens,  attend_item,        reduce_item,
+                               rms_norm_tokens, rotate_tokens, silu_and_mul_tokens};
 }  // namespace tightkv

@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "kernels/exp2.h"
 #include "kernels/kernels.h"
 #include "simd/inline.h"
 
@@ -26,9 +27,10 @@ struct FloatSource {
   using Factor = float;
   using Widened = float;
   static constexpr int kDepthPerStep = 1;
+  static constexpr int kStepsPerFetch = 4;  // at least one cache line; more would spill registers
   static constexpr int kBytesPerStep = kTile * code_bytes(kCode);
-  // What the product must still be multiplied by (see load_e4m3_over_256).
-  static constexpr float kUnit = kCode == Code::kFp8E4M3 ? 256.0f : 1.0f;
+  // What the product must still be multiplied by (see load_e4m3_over_unit).
+  static constexpr float kUnit = kCode == Code::kFp8E4M3 ? S::kE4M3Unit : 1.0f;
 
   TIGHTKV_INLINE static auto load(const uint8_t* panel, int step) {
     const auto at = [&](auto* p) {
@@ -40,7 +42,7 @@ struct FloatSource {
     if constexpr (kCode == Code::kBFloat16)
       return S::load_bfloat16(at(static_cast<const uint16_t*>(nullptr)));
     if constexpr (kCode == Code::kFp8E4M3)
-      return S::load_e4m3_over_256(at(static_cast<const uint8_t*>(nullptr)));
+      return S::load_e4m3_over_unit(at(static_cast<const uint8_t*>(nullptr)));
     if constexpr (kCode == Code::kFp8E5M2)
       return S::load_e5m2(at(static_cast<const uint8_t*>(nullptr)));
   }
@@ -61,6 +63,7 @@ struct IntSource {
   using Factor = int32_t;  // two int16
   using Widened = int16_t;
   static constexpr int kDepthPerStep = 2;
+  static constexpr int kStepsPerFetch = 8;
   static constexpr int kBytesPerStep = 2 * kTile * sizeof(Stored);
   static constexpr float kUnit = 1.0f;
 
@@ -99,22 +102,22 @@ struct SourceOf<S, Code::kInt8> {
 // memory stays in registers.
 template <int kCount, class F>
 TIGHTKV_INLINE void unrolled(F f) {
-  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) TIGHTKV_INLINE_LAMBDA {
     (f(std::integral_constant<int, kIndex>{}), ...);
   }(std::make_integer_sequence<int, kCount>{});
 }
 
-// Panels of a product: sums run over `num_panels`, and there are `num_outputs` of them, side by
-// side in `out`. K: one panel per output, a tile of tokens. V: one panel per tile of tokens in
-// each output, which is a tile of channels.
+// Panels of a product: sums run over `num_panels`, and there are `num_outputs` of them. K: a panel
+// per output, a tile of tokens each. V: a panel per tile of tokens, and the outputs, tiles of
+// channels, lie one after the other behind its pointer.
 struct PanelGrid {
-  const uint8_t* const* panels;  // [num_panels][num_outputs]
-  const uint8_t* const* fetch;   // the same: what to fetch meanwhile, as long as the panel
+  const uint8_t* const* panels;
+  const uint8_t* const* fetch;  // the same: what to fetch meanwhile, as long as the panel
   int num_panels;
   int num_outputs;
+  int pointers_per_output;  // 1: K, 0: V
+  int64_t output_bytes;     // from output to output behind the same pointer
 };
-
-constexpr int kStepsPerFetch = 4;  // at least one cache line of any code
 
 template <class Source>
 struct Factors {
@@ -129,88 +132,99 @@ struct Output {
 };
 
 // out[r][j][lane] = sum over panels p and steps k of factors[r][p][k] * panels[p][j][k][lane],
-// for kWide neighbouring j. The order of each sum is always the same.
-template <class S, class Source, int kRows, int kWide>
-void panel_product(const PanelGrid& grid, int j, const Factors<Source>& factors,
-                   const Output& out) {
-  typename Source::Accumulator sum[kRows * kWide];
-  unrolled<kRows * kWide>([&](auto i) { sum[i] = Source::zero(); });
-  for (int p = 0; p < grid.num_panels; ++p) {
-    const uint8_t *panel[kWide], *fetch[kWide];
+// for kWide neighbouring j, from `begin` on up to `end`. The order of each sum is always the same.
+// kSteps: steps per panel, if the caller knows, else 0.
+template <class S, class Source, int kSteps, int kRows, int kWide>
+void panel_product(PanelGrid grid, int begin, int end, Factors<Source> factors, Output out) {
+  constexpr int kUnroll = Source::kStepsPerFetch;
+  constexpr int kBytes = kUnroll * Source::kBytesPerStep;
+  const int steps = kSteps > 0 ? kSteps : factors.steps;
+  for (int j = begin; j < end; j += kWide) {
+    typename Source::Accumulator sum[kRows * kWide];
+    unrolled<kRows * kWide>([&](auto i) TIGHTKV_INLINE_LAMBDA { sum[i] = Source::zero(); });
+    const uint8_t* const* panels = grid.panels + j * grid.pointers_per_output;
+    const uint8_t* const* fetches = grid.fetch + j * grid.pointers_per_output;
+    const int64_t offset = j * grid.output_bytes;
     const typename Source::Factor* factor[kRows];
-    unrolled<kWide>([&](auto w) {
-      panel[w] = grid.panels[int64_t{p} * grid.num_outputs + j + w];
-      fetch[w] = grid.fetch[int64_t{p} * grid.num_outputs + j + w];
-    });
-    unrolled<kRows>([&](auto r) {
-      factor[r] = factors.first + int64_t{p} * factors.steps + r * factors.stride;
-    });
-    const auto add_step = [&](int k) __attribute__((always_inline)) {
-      unrolled<kWide>([&](auto w) {
-        const auto x = Source::load(panel[w], k);
-        unrolled<kRows>([&](auto r) {
-          constexpr int i = r * kWide + w;
-          sum[i] = Source::multiply_add(sum[i], x, factor[r][k]);
+    unrolled<kRows>([&](auto r) TIGHTKV_INLINE_LAMBDA { factor[r] = factors.first + r * factors.stride; });
+    int p = 0;
+    do {
+      const uint8_t *panel[kWide], *fetch[kWide];
+      unrolled<kWide>([&](auto w) TIGHTKV_INLINE_LAMBDA {
+        panel[w] = panels[w * grid.pointers_per_output] + offset + w * grid.output_bytes;
+        fetch[w] = fetches[w * grid.pointers_per_output] + offset + w * grid.output_bytes;
+      });
+      const auto add_step = [&](int k) TIGHTKV_INLINE_LAMBDA {
+        unrolled<kWide>([&](auto w) TIGHTKV_INLINE_LAMBDA {
+          const auto x = Source::load(panel[w], k);
+          unrolled<kRows>([&](auto r) TIGHTKV_INLINE_LAMBDA {
+            constexpr int i = r * kWide + w;
+            sum[i] = Source::multiply_add(sum[i], x, factor[r][k]);
+          });
         });
-      });
-    };
-    int k = 0;
-    for (; k + kStepsPerFetch <= factors.steps; k += kStepsPerFetch) {
-      constexpr int kBytes = kStepsPerFetch * Source::kBytesPerStep;
-      unrolled<kWide * kBytes / 64>([&](auto i) {
-        __builtin_prefetch(fetch[i % kWide] + k * Source::kBytesPerStep + i / kWide * 64);
-      });
-      unrolled<kStepsPerFetch>([&](auto step) { add_step(k + step); });
-    }
-    for (; k < factors.steps; ++k) add_step(k);
+      };
+      int k = 0;
+      for (; k + kUnroll <= steps; k += kUnroll) {
+        unrolled<kWide * kBytes / 64>([&](auto i) TIGHTKV_INLINE_LAMBDA {
+          __builtin_prefetch(fetch[i % kWide] + k * Source::kBytesPerStep + i / kWide * 64);
+        });
+        unrolled<kUnroll>([&](auto step) TIGHTKV_INLINE_LAMBDA { add_step(k + step); });
+      }
+      if constexpr (kSteps % kUnroll != 0 || kSteps == 0)
+        for (; k < steps; ++k) add_step(k);
+      unrolled<kRows>([&](auto r) TIGHTKV_INLINE_LAMBDA { factor[r] += steps; });
+      ++panels, ++fetches;
+    } while (++p < grid.num_panels);
+    unrolled<kRows * kWide>([&](auto i) TIGHTKV_INLINE_LAMBDA {
+      S::store(out.first + i / kWide * out.stride + (j + i % kWide) * kTile,
+               Source::to_float(sum[i]));
+    });
   }
-  unrolled<kRows * kWide>([&](auto i) {
-    S::store(out.first + i / kWide * out.stride + (j + i % kWide) * kTile,
-             Source::to_float(sum[i]));
-  });
 }
 
-template <class S, class Source, int kRows = 1>
+template <class S, class Source, int kSteps, int kRows = 1>
 void product_of_rows(int rows, const PanelGrid& grid, const Factors<Source>& factors,
                      const Output& out) {
   if constexpr (kRows <= S::kMaxRows) {
-    if (rows != kRows) return product_of_rows<S, Source, kRows + 1>(rows, grid, factors, out);
+    if (rows != kRows)
+      return product_of_rows<S, Source, kSteps, kRows + 1>(rows, grid, factors, out);
     // Few rows leave registers free for neighbours, which share the loads of the factors.
     constexpr int kRoom = S::kMaxRows * 2 / 3;
     constexpr int kWide = kRows * 4 <= kRoom ? 4 : kRows * 2 <= kRoom ? 2 : 1;
-    int j = 0;
-    for (; j + kWide <= grid.num_outputs; j += kWide)
-      panel_product<S, Source, kRows, kWide>(grid, j, factors, out);
-    for (; j < grid.num_outputs; ++j) panel_product<S, Source, kRows, 1>(grid, j, factors, out);
+    const int whole = grid.num_outputs - grid.num_outputs % kWide;
+    panel_product<S, Source, kSteps, kRows, kWide>(grid, 0, whole, factors, out);
+    if constexpr (kWide > 1)
+      panel_product<S, Source, kSteps, kRows, 1>(grid, whole, grid.num_outputs, factors, out);
   }
 }
 
 // The same for any number of rows. With more rows than fit into the registers, the panels are
-// widened once into `scratch` and read from there.
-template <class S, Code kCode>
+// widened once into `scratch` and read from there. kDepth: values per panel, or 0.
+template <class S, Code kCode, int kDepth>
 void product(int rows, const PanelGrid& grid, int depth, const float* factors, int64_t stride,
              const Output& out, float* scratch) {
   using Source = typename SourceOf<S, kCode>::Type;
   using Wide = typename SourceOf<S, kCode>::Wide;
+  constexpr int kSteps = kDepth / Source::kDepthPerStep;
   const auto* factor = reinterpret_cast<const typename Source::Factor*>(factors);
   const int steps = depth / Source::kDepthPerStep;
   if (rows <= S::kMaxRows)
-    return product_of_rows<S, Source>(rows, grid, {factor, stride, steps}, out);
+    return product_of_rows<S, Source, kSteps>(rows, grid, {factor, stride, steps}, out);
   auto* wide = reinterpret_cast<typename Source::Widened*>(scratch);
   const uint8_t* wide_panels[kTilesPerChunk];
   const int passes = (rows + S::kMaxRows - 1) / S::kMaxRows;
   for (int j = 0; j < grid.num_outputs; ++j) {
     for (int p = 0; p < grid.num_panels; ++p) {
+      const uint8_t* from = grid.panels[p + j * grid.pointers_per_output] + j * grid.output_bytes;
       auto* panel = wide + int64_t{p} * depth * kTile;
-      for (int k = 0; k < steps; ++k)
-        Source::widen(grid.panels[int64_t{p} * grid.num_outputs + j], k, panel);
+      for (int k = 0; k < steps; ++k) Source::widen(from, k, panel);
       wide_panels[p] = reinterpret_cast<const uint8_t*>(panel);
     }
     for (int pass = 0, row = 0; pass < passes; ++pass) {
       const int count = (rows - row + passes - pass - 1) / (passes - pass);
-      product_of_rows<S, Wide>(count, {wide_panels, wide_panels, grid.num_panels, 1},
-                               {factor + row * stride, stride, steps},
-                               {out.first + row * out.stride + j * kTile, out.stride});
+      product_of_rows<S, Wide, kSteps>(count, {wide_panels, wide_panels, grid.num_panels, 1, 0, 0},
+                                       {factor + row * stride, stride, steps},
+                                       {out.first + row * out.stride + j * kTile, out.stride});
       row += count;
     }
   }
@@ -230,42 +244,6 @@ void with_code(Code code, F f) {
 
 inline bool is_integer(Code code) { return code == Code::kInt8; }
 
-// ---- elementary functions ----
-
-// e^x for x <= 0, exactly 0 below -87.3; Cephes' polynomial, 2 ulp.
-template <class S>
-TIGHTKV_INLINE typename S::Float exp(typename S::Float x) {
-  using F = typename S::Float;
-  const F clamped = S::max(x, S::broadcast(-87.3f));
-  const F n = S::round(S::mul(clamped, S::broadcast(1.44269504088896341f)));
-  F r = S::fma(n, S::broadcast(-0.693359375f), clamped);
-  r = S::fma(n, S::broadcast(2.12194440e-4f), r);
-  F p = S::broadcast(1.9875691500e-4f);
-  p = S::fma(p, r, S::broadcast(1.3981999507e-3f));
-  p = S::fma(p, r, S::broadcast(8.3334519073e-3f));
-  p = S::fma(p, r, S::broadcast(4.1665795894e-2f));
-  p = S::fma(p, r, S::broadcast(1.6666665459e-1f));
-  p = S::fma(p, r, S::broadcast(5.0000001201e-1f));
-  p = S::add(S::fma(p, S::mul(r, r), r), S::broadcast(1.0f));
-  return S::select_below(x, -87.3f, S::zero(), S::mul(p, S::exp2_whole(n)));
-}
-
-template <class S>
-TIGHTKV_INLINE typename S::Float tanh(typename S::Float x) {
-  using F = typename S::Float;
-  const F one = S::broadcast(1.0f);
-  const F e = exp<S>(S::mul(S::abs(x), S::broadcast(-2.0f)));
-  const F y = S::div(S::sub(one, e), S::add(one, e));
-  return S::select_below(x, 0.0f, S::sub(S::zero(), y), y);
-}
-
-template <class S>
-float exp_of(float x) {
-  alignas(64) float lanes[16];
-  S::store(lanes, exp<S>(S::broadcast(x)));
-  return lanes[0];
-}
-
 // ---- a tile of rows ----
 
 inline int64_t round_up(int64_t value, int64_t multiple) {
@@ -275,15 +253,15 @@ inline int64_t round_up(int64_t value, int64_t multiple) {
 // Pieces of a thread's workspace. All strides in floats; all pieces start on a cache line.
 struct Workspace {
   int64_t query_stride, value_stride;
-  float *query, *scale, *logits, *weight_scale, *weights, *state, *chunk, *k_dynamic, *v_dynamic,
+  float *query, *scale, *logits, *weight_step, *weights, *state, *chunk, *k_dynamic, *v_dynamic,
       *scratch;
 
   Workspace(const AttentionArgs& args, float* memory) {
     const int rows = max_rows(args);
     query_stride = round_up(args.layout.k.padded_size, 16);
     value_stride = args.layout.v.padded_size;
-    float** const pieces[] = {&query, &scale, &logits,    &weight_scale, &weights,
-                              &state, &chunk, &k_dynamic, &v_dynamic,    &scratch};
+    float** const pieces[] = {&query, &scale, &logits,    &weight_step, &weights,
+                              &state, &chunk, &k_dynamic, &v_dynamic,   &scratch};
     const int64_t sizes[] = {rows * query_stride,
                              rows,
                              int64_t{rows} * kChunk,
@@ -385,10 +363,18 @@ class RowTile {
       for (int c = 0; c < k.size; ++c) out[c] = factors == nullptr ? q[c] : q[c] * factors[c];
       for (int c = k.size; c < ws_.query_stride; ++c) out[c] = 0.0f;
       ws_.scale[row] = is_integer(k.code) ? round_query(out, k.padded_size) : unit(k.code);
-      float poison = 0.0f;
-      for (int c = 0; c < k.size; ++c) poison += q[c] * 0.0f;
-      ws_.scale[row] = ws_.scale[row] * args_.softmax_scale + poison;
+      ws_.scale[row] = ws_.scale[row] * args_.softmax_scale + poison_of(q, k.size);
     }
+  }
+
+  // 0, or NaN if a value is not finite.
+  static float poison_of(const float* q, int size) {
+    typename S::Float lanes = S::zero();
+    int c = 0;
+    for (; c + kTile <= size; c += kTile) lanes = S::fma(S::load(q + c), S::zero(), lanes);
+    float poison = S::reduce_add(lanes);
+    for (; c < size; ++c) poison += q[c] * 0.0f;
+    return poison;
   }
 
   static float unit(Code code) {
@@ -441,9 +427,13 @@ class RowTile {
     const int per_block = layout.tiles_per_block();
     const int32_t* block = item_.block_table + begin / per_block;
     int in_block = static_cast<int>(begin % per_block);
+    const uint8_t* k = layout.codes(args_.blocks, layout.k, 0, item_.kv_head, 0);
+    const uint8_t* v = layout.codes(args_.blocks, layout.v, 0, item_.kv_head, 0);
+    const int64_t k_bytes = layout.k.tile_bytes(), v_bytes = layout.v.tile_bytes();
     for (int i = 0; i < tiles.count; ++i) {
-      tiles.k[i] = layout.codes(args_.blocks, layout.k, *block, item_.kv_head, in_block);
-      tiles.v[i] = layout.codes(args_.blocks, layout.v, *block, item_.kv_head, in_block);
+      const int64_t at = *block * layout.block_bytes;
+      tiles.k[i] = k + at + in_block * k_bytes;
+      tiles.v[i] = v + at + in_block * v_bytes;
       load_dynamic_scales(layout.k, *block, in_block, ws_.k_dynamic + i * kTile);
       load_dynamic_scales(layout.v, *block, in_block, ws_.v_dynamic + i * kTile);
       if (++in_block == per_block) ++block, in_block = 0;
@@ -463,83 +453,119 @@ class RowTile {
     // Blocks lie anywhere, which no hardware prefetcher foresees: while a tile of K is multiplied
     // a later one is fetched, or the first ones of V.
     const uint8_t* fetch[kTilesPerChunk];
-    const int distance = fetch_distance(k.padded_size * kTile * code_bytes(k.code));
+    const int distance = fetch_distance(k.tile_bytes());
     for (int i = 0; i < tiles.count; ++i) {
       const int next = i + distance;
       fetch[i] = next < tiles.count ? tiles.k[next] : tiles.v[std::min(next - tiles.count, i)];
     }
     with_code(k.code, [&](auto code) {
-      product<S, code.value>(rows_, {tiles.k, fetch, 1, tiles.count}, k.padded_size, ws_.query,
-                             ws_.query_stride, {ws_.logits, kChunk}, ws_.scratch);
+      product<S, code.value, 0>(rows_, {tiles.k, fetch, 1, tiles.count, 1, 0}, k.padded_size,
+                                ws_.query, ws_.query_stride, {ws_.logits, kChunk}, ws_.scratch);
     });
   }
 
   // Far enough for memory to answer, near enough for the first-level cache to keep it.
-  static int fetch_distance(int piece_bytes) {
-    return std::clamp(kFetchBytes / piece_bytes, 1, kMaxFetchDistance);
+  static int fetch_distance(int64_t piece_bytes) {
+    return static_cast<int>(std::clamp<int64_t>(kFetchBytes / piece_bytes, 1, kMaxFetchDistance));
   }
 
   static constexpr int kFetchBytes = 4096;
   static constexpr int kMaxFetchDistance = 8;
 
-  // Logits of a row become weights for V: e^(logit - maximum), times V's dynamic scale; for
-  // integer codes rounded to 16 bits. A row that sees nothing of the chunk gets weights of 0.
+  // Logits of a row become weights for V, 2^(logit - maximum), times V's dynamic scale; for integer
+  // codes rounded to 16 bits. A row that sees nothing of the chunk gets weights of 0.
   void weigh(int row, const Tiles& tiles, State part) {
     const TensorLayout& v = args_.layout.v;
-    float* logits = ws_.logits + int64_t{row} * kChunk;
-    const float maximum = finish_logits(row, tiles, logits);
-    part.maximum[row] = maximum;
-    const bool sees = maximum > -INFINITY;
-    // Without a dynamic scale the largest weight is e^0.
-    const float levels = is_integer(v.code) && !v.dynamic ? kWeightLevels : 1.0f;
+    float* x = ws_.logits + int64_t{row} * kChunk;
+    const float factor = args_.softcap == 0.0f ? ws_.scale[row] * kLog2E : kLog2E;
+    const float largest = finish_logits(row, tiles, x);
+    const bool sees = largest > -INFINITY;
+    const float maximum = largest * factor;
+    part.maximum[row] = sees ? maximum : -INFINITY;
+    const float offset = sees ? log2_of_units(v) - maximum : 0.0f;
     int16_t* rounded = rounded_weights(row);
-    typename S::Float sum = S::zero(), largest = S::zero();
-    for (int i = 0; i < tiles.count; ++i) {
-      float* x = logits + i * kTile;
-      typename S::Float p = sees ? exp<S>(S::sub(S::load(x), S::broadcast(maximum))) : S::zero();
-      sum = S::add(sum, p);
-      if (levels != 1.0f) {
-        S::store_rounded(rounded + i * kTile, S::mul(p, S::broadcast(levels)));
-        continue;
-      }
-      if (v.dynamic) p = S::mul(p, S::load(ws_.v_dynamic + i * kTile));
-      largest = S::max(p, largest);
-      S::store(x, p);
+    if (counts_in_steps(v)) {
+      part.sum[row] = weigh_tiles(x, tiles.count, factor, offset, [&](int i, auto weight) {
+        S::store_rounded(rounded + i * kTile, weight);
+      });
+    } else if (!v.dynamic) {
+      part.sum[row] = weigh_tiles(x, tiles.count, factor, offset,
+                                  [&](int i, auto weight) { S::store(x + i * kTile, weight); });
+    } else {
+      typename S::Float heaviest = S::zero();
+      part.sum[row] = weigh_tiles(x, tiles.count, factor, offset, [&](int i, auto weight) {
+        weight = S::mul(weight, S::load(ws_.v_dynamic + i * kTile));
+        heaviest = S::max(weight, heaviest);
+        S::store(x + i * kTile, weight);
+      });
+      if (is_integer(v.code))
+        ws_.weight_step[row] = round_weights(x, S::reduce_max(heaviest), tiles.count, rounded);
     }
-    part.sum[row] = S::reduce_add(sum);
-    ws_.weight_scale[row] = levels != 1.0f ? 1.0f / kWeightLevels : unit(v.code);
-    if (is_integer(v.code) && v.dynamic)
-      ws_.weight_scale[row] = round_weights(logits, S::reduce_max(largest), tiles.count, rounded);
+  }
+
+  // Calls use(tile, weights) with 2^(x * factor + offset). Returns the sum of the weights.
+  template <class Use>
+  static float weigh_tiles(const float* x, int num_tiles, float factor, float offset, Use use) {
+    typename S::Float sum = S::zero();
+    for (int i = 0; i < num_tiles; ++i) {
+      const typename S::Float weight =
+          exp2<S>(S::fma(S::load(x + i * kTile), S::broadcast(factor), S::broadcast(offset)));
+      sum = S::add(sum, weight);
+      use(i, weight);
+    }
+    return S::reduce_add(sum);
   }
 
   static constexpr float kWeightLevels = 32767.0f;
+
+  // The unit of weights and their sum is 1, or the step of 16 bits where the largest, which is 1,
+  // need not be looked for.
+  static bool counts_in_steps(const TensorLayout& v) { return is_integer(v.code) && !v.dynamic; }
+  static float log2_of_units(const TensorLayout& v) {
+    return counts_in_steps(v) ? 14.99995597f : 0.0f;  // log2(32,767)
+  }
 
   int16_t* rounded_weights(int row) const {
     return reinterpret_cast<int16_t*>(ws_.weights) + int64_t{row} * kChunk;
   }
 
-  // Scales, softcap and mask; returns the row's maximum.
-  float finish_logits(int row, const Tiles& tiles, float* logits) {
-    const int from =
-        static_cast<int>(std::max<int64_t>(first_visible(row) - tiles.first_position, 0));
-    const int to = static_cast<int>(position_of(row) + 1 - tiles.first_position);
-    const typename S::Float scale = S::broadcast(ws_.scale[row]);
-    const typename S::Float hidden = S::broadcast(-INFINITY);
-    typename S::Float maximum = hidden;
-    for (int i = 0; i < tiles.count; ++i) {
-      float* p = logits + i * kTile;
-      typename S::Float x = S::mul(S::load(p), scale);
-      if (args_.layout.k.dynamic) x = S::mul(x, S::load(ws_.k_dynamic + i * kTile));
-      if (args_.softcap != 0.0f) {
-        const typename S::Float cap = S::broadcast(args_.softcap);
-        x = S::mul(cap, tanh<S>(S::div(x, cap)));
-      }
-      const int begin = from - i * kTile, end = to - i * kTile;
-      if (begin > 0 || end < kTile) x = S::select_lanes(begin, end, x, hidden);
-      S::store(p, x);
-      maximum = S::max(x, maximum);
-    }
+  // Dynamic scales, softcap and mask. Without softcap the logits still lack the row's scale.
+  // Returns the largest.
+  float finish_logits(int row, const Tiles& tiles, float* logits) const {
+    const int count = tiles.count;
+    if (args_.layout.k.dynamic)
+      for (int i = 0; i < count; ++i)
+        S::store(logits + i * kTile,
+                 S::mul(S::load(logits + i * kTile), S::load(ws_.k_dynamic + i * kTile)));
+    if (args_.softcap != 0.0f) cap_logits(row, count, logits);
+    hide_logits(row, tiles, logits);
+    typename S::Float maximum = S::broadcast(-INFINITY);
+    for (int i = 0; i < count; ++i) maximum = S::max(S::load(logits + i * kTile), maximum);
     return S::reduce_max(maximum);
+  }
+
+  void cap_logits(int row, int num_tiles, float* logits) const {
+    const typename S::Float cap = S::broadcast(args_.softcap);
+    const typename S::Float scale = S::broadcast(ws_.scale[row]);
+    for (int i = 0; i < num_tiles; ++i) {
+      const typename S::Float x = S::mul(S::load(logits + i * kTile), scale);
+      S::store(logits + i * kTile, S::mul(cap, tanh<S>(S::div(x, cap))));
+    }
+  }
+
+  // What the row does not see becomes -infinity.
+  void hide_logits(int row, const Tiles& tiles, float* logits) const {
+    const auto from =
+        static_cast<int>(std::max<int64_t>(first_visible(row) - tiles.first_position, 0));
+    const auto to = static_cast<int>(
+        std::min<int64_t>(position_of(row) + 1 - tiles.first_position, tiles.count * kTile));
+    const auto hide = [&](int i) {
+      float* x = logits + i * kTile;
+      S::store(x, S::select_lanes(from - i * kTile, to - i * kTile, S::load(x),
+                                  S::broadcast(-INFINITY)));
+    };
+    for (int i = 0; i * kTile < from && i < tiles.count; ++i) hide(i);
+    for (int i = tiles.count - 1; i >= 0 && (i + 1) * kTile > to; --i) hide(i);
   }
 
   // Returns the step.
@@ -555,24 +581,22 @@ class RowTile {
     const TensorLayout& v = args_.layout.v;
     const int num_outputs = value_size_ / kTile;
     const int panel_bytes = kTile * kTile * code_bytes(v.code);
-    // With some more rows, for the last ones to fetch: the next output's first panels.
-    const int distance = fetch_distance(2 * panel_bytes);
-    const uint8_t* panels[(kTilesPerChunk + kMaxFetchDistance) * (kMaxHeadSize / kTile)];
-    for (int i = 0; i < tiles.count + distance; ++i)
-      for (int j = 0; j < num_outputs; ++j)
-        panels[i * num_outputs + j] =
-            i < tiles.count
-                ? tiles.v[i] + int64_t{j} * panel_bytes
-                : panels[(i - tiles.count) * num_outputs + std::min(j + 1, num_outputs - 1)];
+    const int distance = std::min(fetch_distance(2 * panel_bytes), tiles.count);
+    const uint8_t* fetch[kTilesPerChunk];
+    for (int i = 0; i < tiles.count; ++i) {
+      const int next = i + distance;  // after the last tile the next output's first one
+      fetch[i] = next < tiles.count ? tiles.v[next] : tiles.v[next - tiles.count] + panel_bytes;
+    }
     const bool integer = is_integer(v.code);
     with_code(v.code, [&](auto code) {
-      product<S, code.value>(
-          rows_, {panels, panels + distance * num_outputs, tiles.count, num_outputs}, kTile,
+      product<S, code.value, kTile>(
+          rows_, {tiles.v, fetch, tiles.count, num_outputs, 0, panel_bytes}, kTile,
           integer ? ws_.weights : ws_.logits, integer ? kChunk / 2 : kChunk,
           {part.values, value_size_}, ws_.scratch);
     });
-    for (int row = 0; row < rows_; ++row)
-      scale_row(part.values + int64_t{row} * value_size_, ws_.weight_scale[row]);
+    if (integer && v.dynamic)
+      for (int row = 0; row < rows_; ++row)
+        scale_row(part.values + int64_t{row} * value_size_, ws_.weight_step[row]);
   }
 
   void scale_row(float* values, float factor) const {
@@ -589,10 +613,11 @@ class RowTile {
   void fold(State state, State part) const {
     for (int row = 0; row < rows_; ++row) {
       if (part.maximum[row] == -INFINITY) continue;
-      const float maximum =
-          part.maximum[row] > state.maximum[row] ? part.maximum[row] : state.maximum[row];
-      const float old_factor = exp_of<S>(state.maximum[row] - maximum);
-      const float new_factor = exp_of<S>(part.maximum[row] - maximum);
+      // One of the factors is 2^0.
+      const float change = part.maximum[row] - state.maximum[row];
+      const float maximum = change > 0.0f ? part.maximum[row] : state.maximum[row];
+      const float old_factor = change > 0.0f ? exp2_of<S>(-change) : 1.0f;
+      const float new_factor = change > 0.0f ? 1.0f : exp2_of<S>(change);
       state.maximum[row] = maximum;
       state.sum[row] = state.sum[row] * old_factor + part.sum[row] * new_factor;
       float* to = state.values + int64_t{row} * value_size_;
@@ -611,13 +636,13 @@ class RowTile {
     for (int row = 0; row < rows_; ++row) {
       float sum = state.sum[row], shrink = 1.0f;
       if (args_.sinks != nullptr) {
-        const float sink = args_.sinks[head_of(row)];
+        const float sink = args_.sinks[head_of(row)] * kLog2E;
         const float maximum = sink > state.maximum[row] ? sink : state.maximum[row];
-        shrink = exp_of<S>(state.maximum[row] - maximum);
-        sum = sum * shrink + exp_of<S>(sink - maximum);
+        shrink = exp2_of<S>(state.maximum[row] - maximum);
+        sum = sum * shrink + exp2_of<S>(sink - maximum + log2_of_units(v));
       }
       const bool finite = ws_.scale[row] - ws_.scale[row] == 0.0f;
-      const float factor = finite ? shrink / sum : NAN;
+      const float factor = finite ? shrink / sum * unit(v.code) : NAN;
       const float* values = state.values + int64_t{row} * value_size_;
       float* out = args_.out + (token_of(row) * args_.num_heads + head_of(row)) * v.size;
       for (int c = 0; c < v.size; ++c)

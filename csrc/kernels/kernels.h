@@ -18,13 +18,16 @@ constexpr int kMaxTileRows = 48;
 
 constexpr int kMaxHeadSize = 1024;  // channels of K, or of V
 
-struct Strided {
-  const float* data;
-  int64_t token_stride, head_stride;  // in values; channels are contiguous
-  const float* at(int64_t token, int head) const {
+// [token, head, channel], channels contiguous.
+template <class Value>
+struct StridedOf {
+  Value* data;
+  int64_t token_stride, head_stride;  // in values
+  Value* at(int64_t token, int head) const {
     return data + token * token_stride + head * head_stride;
   }
 };
+using Strided = StridedOf<const float>;
 
 struct WriteArgs {
   Layout layout;
@@ -52,6 +55,29 @@ struct AttentionArgs {
   const float* sinks;      // [num_heads], or null
 
   int group() const { return num_heads / layout.num_kv_heads; }
+};
+
+// out = weight * x / sqrt(mean(x^2) + epsilon), over the channels of each head.
+struct RmsNormArgs {
+  Strided x;
+  StridedOf<float> out;
+  int num_heads, size;
+  const float* weight;
+  float epsilon;
+};
+
+// RoPE in place: channel c is paired with channel c + size / 2.
+struct RotaryArgs {
+  StridedOf<float> x;
+  int num_heads, size;
+  const float *cos, *sin;  // [num_tokens, size]
+};
+
+// out = silu(first half of x) * second half
+struct SiluAndMulArgs {
+  const float* x;  // [num_tokens, 2 * size]
+  float* out;      // [num_tokens, size]
+  int size;
 };
 
 // Rows of one sequence that share a KV head, over a range of chunks.
@@ -83,6 +109,9 @@ struct KernelTable {
   void (*attend)(const AttentionArgs&, const WorkItem&, float* partial_states, float* workspace);
   // Folds the states of all chunks of an item and writes out.
   void (*reduce)(const AttentionArgs&, const WorkItem&, float* partial_states, float* workspace);
+  void (*rms_norm)(const RmsNormArgs&, int64_t begin, int64_t end);
+  void (*rotary_embedding)(const RotaryArgs&, int64_t begin, int64_t end);
+  void (*silu_and_mul)(const SiluAndMulArgs&, int64_t begin, int64_t end);
 };
 
 extern const KernelTable kScalarKernels;

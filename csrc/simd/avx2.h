@@ -13,6 +13,7 @@ namespace {
 struct Simd {
   static constexpr const char* kName = "avx2";
   static constexpr int kMaxRows = 6;
+  static constexpr float kE4M3Unit = 0x1p120f;
 
   struct Float {
     __m256 a, b;
@@ -48,12 +49,15 @@ struct Simd {
     return {_mm256_cvtph_ps(_mm256_castsi256_si128(x)),
             _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
   }
-  TIGHTKV_INLINE static Float load_e4m3_over_256(const uint8_t* p) {
-    // s.eeee.mmm, sign-extended and shifted by 7: s.s.eeee.mmm0000000; without the second s it is
-    // an fp16 with a bias of 15 where 7 is meant, hence 2^8 too small.
-    const __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return from_half_bits(
-        _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));
+  // s.eeee.mmm, shifted so that eeee ends a float32's exponent, and the sign's copies cleared
+  // from the rest of it: a bias of 127 where 7 is meant. Subnormal codes become subnormal floats.
+  TIGHTKV_INLINE static __m256 widen_e4m3(const uint8_t* p) {
+    const __m256i x = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m256i mask = _mm256_set1_epi32(static_cast<int>(0x87f00000u));
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(x, 20), mask));
+  }
+  TIGHTKV_INLINE static Float load_e4m3_over_unit(const uint8_t* p) {
+    return {widen_e4m3(p), widen_e4m3(p + 8)};
   }
   TIGHTKV_INLINE static Float load_e5m2(const uint8_t* p) {
     const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -87,15 +91,10 @@ struct Simd {
     return {_mm256_blendv_ps(z.a, y.a, _mm256_cmp_ps(x.a, limit, _CMP_LT_OQ)),
             _mm256_blendv_ps(z.b, y.b, _mm256_cmp_ps(x.b, limit, _CMP_LT_OQ))};
   }
-  TIGHTKV_INLINE static __m256 exp2_whole(__m256 n) {
-    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+  TIGHTKV_INLINE static __m256 exp2_biased(__m256 t) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23));
   }
-  TIGHTKV_INLINE static Float exp2_whole(Float n) { return {exp2_whole(n.a), exp2_whole(n.b)}; }
-  TIGHTKV_INLINE static Float round(Float x) {
-    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    return {_mm256_round_ps(x.a, kNearest), _mm256_round_ps(x.b, kNearest)};
-  }
+  TIGHTKV_INLINE static Float exp2_biased(Float t) { return {exp2_biased(t.a), exp2_biased(t.b)}; }
   TIGHTKV_INLINE static __m256 lanes_from(int from, int to, __m256i lane) {
     const __m256i inside = _mm256_and_si256(_mm256_cmpgt_epi32(lane, _mm256_set1_epi32(from - 1)),
                                             _mm256_cmpgt_epi32(_mm256_set1_epi32(to), lane));

@@ -13,6 +13,7 @@ namespace {
 struct Simd {
   static constexpr const char* kName = "avx512";
   static constexpr int kMaxRows = 12;
+  static constexpr float kE4M3Unit = 256.0f;
 
   using Float = __m512;
   using Int = __m512i;
@@ -34,7 +35,7 @@ struct Simd {
   TIGHTKV_INLINE static Float load_bfloat16(const uint16_t* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_32_bytes(p)), 16));
   }
-  TIGHTKV_INLINE static Float load_e4m3_over_256(const uint8_t* p) {
+  TIGHTKV_INLINE static Float load_e4m3_over_unit(const uint8_t* p) {
     const __m256i x = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_16_bytes(p)), 7);
     return _mm512_cvtph_ps(_mm256_and_si256(x, _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));
   }
@@ -52,12 +53,8 @@ struct Simd {
   TIGHTKV_INLINE static Float select_below(Float x, float bound, Float y, Float z) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_LT_OQ), z, y);
   }
-  TIGHTKV_INLINE static Float exp2_whole(Float n) {
-    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
-  }
-  TIGHTKV_INLINE static Float round(Float x) {
-    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  TIGHTKV_INLINE static Float exp2_biased(Float t) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(t), 23));
   }
   TIGHTKV_INLINE static Float select_lanes(int from, int to, Float x, Float y) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -1,4 +1,5 @@
-// A call would pass vectors through memory.
 #pragma once
 
-#define TIGHTKV_INLINE __attribute__((always_inline)) inline
+// Everything here must end up inside one loop: a call would put registers through memory.
+#define TIGHTKV_INLINE_LAMBDA __attribute__((always_inline))
+#define TIGHTKV_INLINE inline TIGHTKV_INLINE_LAMBDA

@@ -13,6 +13,7 @@ namespace {
 struct Simd {
   static constexpr const char* kName = "neon";
   static constexpr int kMaxRows = 4;
+  static constexpr float kE4M3Unit = 256.0f;
 
   struct Float {
     float32x4_t r[4];
@@ -54,7 +55,7 @@ struct Simd {
     const int16x8_t shifted = vshlq_n_s16(vmovl_s8(vreinterpret_s8_u8(x)), 7);
     return vandq_u16(vreinterpretq_u16_s16(shifted), vdupq_n_u16(0xbfff));
   }
-  TIGHTKV_INLINE static Float load_e4m3_over_256(const uint8_t* p) {
+  TIGHTKV_INLINE static Float load_e4m3_over_unit(const uint8_t* p) {
     return from_half_bits(e4m3_bits(vld1_u8(p)), e4m3_bits(vld1_u8(p + 8)));
   }
   TIGHTKV_INLINE static Float load_e5m2(const uint8_t* p) {
@@ -88,14 +89,10 @@ struct Simd {
     const float32x4_t limit = vdupq_n_f32(bound);
     return each([&](int i) { return vbslq_f32(vcltq_f32(x.r[i], limit), y.r[i], z.r[i]); });
   }
-  TIGHTKV_INLINE static Float exp2_whole(const Float& n) {
+  TIGHTKV_INLINE static Float exp2_biased(const Float& t) {
     return each([&](int i) {
-      const int32x4_t biased = vaddq_s32(vcvtnq_s32_f32(n.r[i]), vdupq_n_s32(127));
-      return vreinterpretq_f32_s32(vshlq_n_s32(biased, 23));
+      return vreinterpretq_f32_s32(vshlq_n_s32(vreinterpretq_s32_f32(t.r[i]), 23));
     });
-  }
-  TIGHTKV_INLINE static Float round(const Float& x) {
-    return each([&](int i) { return vrndnq_f32(x.r[i]); });
   }
   TIGHTKV_INLINE static Float select_lanes(int from, int to, const Float& x, const Float& y) {
     static const int32_t kLanes[4] = {0, 1, 2, 3};

@@ -14,6 +14,7 @@ namespace {
 struct Simd {
   static constexpr const char* kName = "scalar";
   static constexpr int kMaxRows = 4;  // rows of accumulators that fit into the registers
+  static constexpr float kE4M3Unit = 1.0f;
 
   struct Float {
     float lane[16];
@@ -50,10 +51,10 @@ struct Simd {
   TIGHTKV_INLINE static Float load_bfloat16(const uint16_t* p) {
     return each([=](int i) { return from_bits(static_cast<uint32_t>(p[i]) << 16); });
   }
-  // E4M3 divided by 256: the same bits as fp16 with the exponent's bias changed. The caller folds
-  // the 256 into a factor it multiplies by anyway.
-  TIGHTKV_INLINE static Float load_e4m3_over_256(const uint8_t* p) {
-    return each([=](int i) { return decode_minifloat<4, 3>(p[i]) * 0.00390625f; });
+  // E4M3 divided by kE4M3Unit: its bits in a wider format whose exponent has another bias. The
+  // caller folds the unit into a factor it multiplies by anyway.
+  TIGHTKV_INLINE static Float load_e4m3_over_unit(const uint8_t* p) {
+    return each([=](int i) { return decode_minifloat<4, 3>(p[i]); });
   }
   TIGHTKV_INLINE static Float load_e5m2(const uint8_t* p) {
     return each([=](int i) { return decode_minifloat<5, 2>(p[i]); });
@@ -85,14 +86,9 @@ struct Simd {
                                            const Float& b) {
     return each([&](int i) { return x.lane[i] < bound ? a.lane[i] : b.lane[i]; });
   }
-  // 2^n for whole n in [-126, 127].
-  TIGHTKV_INLINE static Float exp2_whole(const Float& n) {
-    return each([&](int i) {
-      return from_bits(static_cast<uint32_t>(static_cast<int32_t>(n.lane[i]) + 127) << 23);
-    });
-  }
-  TIGHTKV_INLINE static Float round(const Float& a) {
-    return each([&](int i) { return rintf(a.lane[i]); });
+  // 2^n, and 0 for n = -127, where the lowest 8 bits of t are n + 127.
+  TIGHTKV_INLINE static Float exp2_biased(const Float& t) {
+    return each([&](int i) { return from_bits(bits_of(t.lane[i]) << 23); });
   }
   // `a` in lanes [from, to), `b` elsewhere.
   TIGHTKV_INLINE static Float select_lanes(int from, int to, const Float& a, const Float& b) {

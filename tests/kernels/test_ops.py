@@ -203,6 +203,11 @@ def test_batches_that_would_read_elsewhere(
     assert is_one_sentence(str(error.value))
 
 
+def test_softmax_scale_of_nothing() -> None:
+    with pytest.raises(KernelError, match="softmax_scale is 0"):
+        AttentionParams(0.0)
+
+
 def test_softcap_of_nothing() -> None:
     with pytest.raises(KernelError, match="softcap is 0"):
         AttentionParams(1.0, softcap=0.0)

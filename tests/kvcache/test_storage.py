@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,13 @@ def metadata(num_tokens: int) -> AttentionMetadata:
     slots = [
         torch.tensor([table[t // 16] * 16 + t % 16 for t in range(num_tokens)]) for table in TABLES
     ]
+    starts = torch.tensor([0, num_tokens], dtype=torch.int32)
+    lens = torch.tensor([num_tokens], dtype=torch.int32)
     return AttentionMetadata(
-        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
-        seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
-        block_tables=tuple(torch.tensor([table], dtype=torch.int32) for table in TABLES),
+        batches=tuple(
+            AttentionBatch(starts, lens, torch.tensor([table], dtype=torch.int32))
+            for table in TABLES
+        ),
         slot_mappings=tuple(slots),
         bad_tokens=torch.zeros(num_tokens, dtype=torch.bool),
     )
@@ -102,17 +106,10 @@ def test_groups_keep_to_their_own_block_table() -> None:
     x = torch.randn(20, HEADS, SIZE, generator=torch.Generator().manual_seed(0))
     for layer in (0, 1):
         storage.write(layer, x, x, step)
-    swapped = AttentionMetadata(
-        step.query_start_loc,
-        step.seq_lens,
-        step.block_tables[::-1],
-        step.slot_mappings,
-        step.bad_tokens,
-    )
+    swapped = replace(step, batches=step.batches[::-1])
     right = storage.attend(1, x, step, PARAMS)
     assert not torch.equal(storage.attend(1, x, swapped, PARAMS), right)
-    batch = AttentionBatch(step.query_start_loc, step.seq_lens, step.block_tables[1])
-    expected = paged_attention(ReferenceBackend(), x, storage.layer(1), batch, PARAMS)
+    expected = paged_attention(ReferenceBackend(), x, storage.layer(1), step.batches[1], PARAMS)
     torch.testing.assert_close(right, expected)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tightkv.engine.scheduler import ScheduledChunk
+from tightkv.kernels import AttentionBatch
 from tightkv.kvcache import AttentionMetadata, KVCacheManager
 
 __all__ = ["ForwardBatch", "build_forward_batch"]
@@ -70,16 +71,16 @@ def _metadata(
     chunks: Seq[ScheduledChunk], manager: KVCacheManager, device: torch.device
 ) -> AttentionMetadata:
     lengths = [chunk.num_tokens for chunk in chunks]
-    seq_lens = [chunk.sequence.num_computed_tokens + chunk.num_tokens for chunk in chunks]
+    ends = [chunk.sequence.num_computed_tokens + chunk.num_tokens for chunk in chunks]
     per_sequence = [manager.block_tables(chunk.sequence.seq_id) for chunk in chunks]
     tables = [list(group) for group in zip(*per_sequence, strict=True)]
     block_tables = [_block_table(group, device) for group in tables]
+    query_start_loc = torch.tensor(
+        [0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device
+    )
+    seq_lens = torch.tensor(ends, dtype=torch.int32, device=device)
     return AttentionMetadata(
-        query_start_loc=torch.tensor(
-            [0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device
-        ),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        block_tables=tuple(block_tables),
+        batches=tuple(AttentionBatch(query_start_loc, seq_lens, table) for table in block_tables),
         slot_mappings=tuple(
             _slot_mapping(table, chunks, manager.block_size) for table in block_tables
         ),

@@ -36,6 +36,7 @@ from tightkv.metrics import EngineStats
 from tightkv.models import (
     LoadedModel,
     ModelGeometry,
+    fuse_decoder_layers,
     load_model,
     one_line,
     peak_activation_bytes,
@@ -81,6 +82,7 @@ class LLMEngine:
             total_bytes += model.weight_bytes  # in memory already, and planned for below
         self.model = model or load_model(config.model, self.device)
         use_paged_attention(self.model.model)
+        fuse_decoder_layers(self.model.model)
         geometry = probe_geometry(self.model.model)
         groups = group_layers(resolve_specs(config.cache, geometry, self.model.dtype))
         self.plan = plan_memory(groups, config.cache, self._pool_request(config, total_bytes))

@@ -1,12 +1,14 @@
 """The two kernels: write K and V into the paged cache, and attend over it."""
 
 from tightkv.kernels.arguments import AttentionBatch, AttentionParams, LayerCache
+from tightkv.kernels.cpu import CpuBackend
 from tightkv.kernels.ops import Backend, paged_attention, reshape_and_cache, select_backend
 
 __all__ = [
     "AttentionBatch",
     "AttentionParams",
     "Backend",
+    "CpuBackend",
     "LayerCache",
     "paged_attention",
     "reshape_and_cache",

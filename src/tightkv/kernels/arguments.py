@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ class LayerCache:
         layout: where codes and scales lie in a block.
         k_scale: static factors of K, float32 `[num_kv_heads, head_size]`, or None.
         v_scale: static factors of V, float32 `[num_kv_heads, value_size]`, or None.
+        bound: what backends make of it at the first use and keep.
 
     Raises:
         KernelError: if a tensor does not fit the layout.
@@ -30,6 +32,7 @@ class LayerCache:
     layout: BlockLayout
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    bound: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -50,6 +53,7 @@ class AttentionBatch:
         query_start_loc: int32 `[num_seqs + 1]`, exclusive prefix sum of the query lengths.
         seq_lens: int32 `[num_seqs]`, tokens in the cache, this step's included.
         block_table: int32 `[num_seqs, max_blocks]`.
+        bound: what backends make of it at the first use and keep.
 
     Raises:
         KernelError: if shapes or types do not fit each other.
@@ -58,6 +62,7 @@ class AttentionBatch:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    bound: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         num_seqs = len(self.seq_lens)
@@ -78,7 +83,7 @@ class AttentionParams:
         sinks: float32 `[num_heads]`, one logit per head that takes weight and gives no value.
 
     Raises:
-        KernelError: for a window of no tokens.
+        KernelError: for a scale or a softcap that is not positive, or a window of no tokens.
     """
 
     softmax_scale: float
@@ -87,6 +92,8 @@ class AttentionParams:
     sinks: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        if not self.softmax_scale > 0:
+            raise KernelError(f"softmax_scale is {self.softmax_scale}: give more than 0.")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise KernelError(
                 f"sliding_window is {self.sliding_window}: give at least 1, or None for all keys."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import lru_cache
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -14,12 +13,19 @@ from tightkv.errors import KernelError
 from tightkv.formats.base import TensorFormat
 from tightkv.formats.layout import BlockLayout
 from tightkv.kernels import _native
-from tightkv.kernels.arguments import AttentionBatch, AttentionParams, LayerCache
+from tightkv.kernels.arguments import (
+    AttentionBatch,
+    AttentionParams,
+    LayerCache,
+    check_tensor,
+)
 
 __all__ = ["ISA_VARIABLE", "CpuBackend", "available_isas"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_BOUND = "cpu"  # under which name arguments keep their native form
 
 ISA_VARIABLE = "TIGHTKV_CPU_ISA"
 """Environment variable that names the instruction set to use instead of the best one."""
@@ -77,16 +83,12 @@ class CpuBackend:
         clip_counts: torch.Tensor,
         bad_tokens: torch.Tensor,
     ) -> None:
-        key, value = key.float(), value.float()
+        key, value = _float32(key), _float32(value)
         clipped = _checked(
             self._kernels.reshape_and_cache,
-            _native_layout(cache.layout),
-            cache.blocks.data_ptr(),
-            len(cache.blocks),
+            _native_cache(cache),
             _strided(key),
             _strided(value),
-            _address(cache.k_scale),
-            _address(cache.v_scale),
             slot_mapping.data_ptr(),
             bad_tokens.data_ptr(),
             len(slot_mapping),
@@ -102,29 +104,76 @@ class CpuBackend:
         batch: AttentionBatch,
         params: AttentionParams,
     ) -> torch.Tensor:
-        query = query.float()
-        out = query.new_empty(*query.shape[:2], cache.layout.value_size)
+        query = _float32(query)
+        num_tokens, num_heads, _ = query.shape
+        out = torch.empty(num_tokens, num_heads, cache.layout.value_size)
         _checked(
             self._kernels.paged_attention,
-            _native_layout(cache.layout),
-            cache.blocks.data_ptr(),
-            len(cache.blocks),
+            _native_cache(cache),
+            _native_batch(batch),
             _strided(query),
-            len(query),
-            query.shape[1],
-            _address(cache.k_scale),
-            _address(cache.v_scale),
-            batch.query_start_loc.data_ptr(),
-            batch.seq_lens.data_ptr(),
-            batch.block_table.data_ptr(),
-            len(batch.seq_lens),
-            batch.block_table.shape[1],
+            num_tokens,
+            num_heads,
             params.softmax_scale,
             params.sliding_window or 0,
             params.softcap or 0.0,
             _address(params.sinks),
             out.data_ptr(),
             torch.get_num_threads(),
+        )
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """`weight * x / sqrt(mean(x ** 2) + epsilon)` (arXiv:1910.07467).
+
+        Args:
+            x: float32 `[num_tokens, num_heads, size]`, channels contiguous; the norm is over them.
+            weight: float32 `[size]`.
+            epsilon: added to the mean of squares.
+        """
+        num_tokens, num_heads, size = x.shape
+        check_tensor("weight", weight, torch.float32, (size,))
+        out = torch.empty(x.shape)
+        self._kernels.rms_norm(
+            _strided(x),
+            _strided(out),
+            num_tokens,
+            num_heads,
+            size,
+            weight.data_ptr(),
+            epsilon,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """RoPE in place (arXiv:2104.09864); channel `c` turns with channel `c + size / 2`.
+
+        Args:
+            x: float32 `[num_tokens, num_heads, size]`, channels contiguous.
+            cos: float32 `[num_tokens, size]`.
+            sin: float32 `[num_tokens, size]`.
+        """
+        num_tokens, num_heads, size = x.shape
+        check_tensor("cos", cos, torch.float32, (num_tokens, size))
+        check_tensor("sin", sin, torch.float32, (num_tokens, size))
+        self._kernels.rotary_embedding(
+            _strided(x),
+            num_tokens,
+            num_heads,
+            size,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` (arXiv:2002.05202) of float32 `[num_tokens, 2 * size]`, gate first."""
+        num_tokens, size = len(x), x.shape[1] // 2
+        check_tensor("x", x, torch.float32, (num_tokens, 2 * size))
+        out = torch.empty(num_tokens, size)
+        self._kernels.silu_and_mul(
+            x.data_ptr(), out.data_ptr(), num_tokens, size, torch.get_num_threads()
         )
         return out
 
@@ -137,18 +186,49 @@ def _checked(kernel: Callable[P, T], *arguments: P.args, **unused: P.kwargs) -> 
         raise KernelError(str(error)) from error
 
 
+def _float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float32 else tensor.float()
+
+
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def _strided(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Address and strides of `[num_tokens, heads, size]` whose channels touch."""
-    if tensor.stride(2) != 1:
-        raise KernelError(f"Channels must be contiguous, but their stride is {tensor.stride(2)}.")
-    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
+    """Address and strides of float32 `[num_tokens, heads, size]` whose channels touch."""
+    of_tokens, of_heads, of_channels = tensor.stride()
+    if of_channels != 1:
+        raise KernelError(f"Channels must be contiguous, but their stride is {of_channels}.")
+    return tensor.data_ptr(), of_tokens, of_heads
 
 
-@lru_cache(maxsize=1024)
+def _native_cache(cache: LayerCache) -> _native.LayerCache:
+    if _BOUND not in cache.bound:
+        cache.bound[_BOUND] = _native.LayerCache(
+            _native_layout(cache.layout),
+            cache.blocks.data_ptr(),
+            len(cache.blocks),
+            _address(cache.k_scale),
+            _address(cache.v_scale),
+        )
+    bound: _native.LayerCache = cache.bound[_BOUND]
+    return bound
+
+
+def _native_batch(batch: AttentionBatch) -> _native.Batch:
+    if _BOUND not in batch.bound:
+        batch.bound[_BOUND] = _checked(
+            _native.Batch,
+            batch.query_start_loc.data_ptr(),
+            batch.seq_lens.data_ptr(),
+            batch.block_table.data_ptr(),
+            len(batch.seq_lens),
+            batch.block_table.shape[1],
+        )
+    bound: _native.Batch = batch.bound[_BOUND]
+    return bound
+
+
 def _native_layout(layout: BlockLayout) -> _native.Layout:
     def tensor(
         tensor_format: TensorFormat, size: int, padded: int, codes: int, scales: int

@@ -11,7 +11,6 @@ import torch
 from tightkv.errors import InsufficientMemoryError
 from tightkv.formats import KVCacheScales, LayerScales, TensorScale
 from tightkv.kernels import (
-    AttentionBatch,
     AttentionParams,
     Backend,
     LayerCache,
@@ -106,11 +105,9 @@ class KVCacheStorage:
         params: AttentionParams,
     ) -> torch.Tensor:
         """Attention of `[num_tokens, num_heads, head_size]` over the layer's cache."""
-        group = self._group_of[self._source(layer_idx)]
-        batch = AttentionBatch(
-            metadata.query_start_loc, metadata.seq_lens, metadata.block_tables[group]
-        )
-        return paged_attention(self.backend, query, self.layer(layer_idx), batch, params)
+        source = self._source(layer_idx)
+        batch = metadata.batches[self._group_of[source]]
+        return paged_attention(self.backend, query, self._layers[source], batch, params)
 
     def fingerprint(self) -> bytes:
         """Digest of formats and static scales: blocks of another fingerprint are not reused."""

@@ -3,6 +3,7 @@
 from tightkv.models.activation import peak_activation_bytes
 from tightkv.models.attention import AttentionCall, attend_with, use_paged_attention
 from tightkv.models.compatibility import one_line
+from tightkv.models.decoder_layer import fuse_decoder_layers
 from tightkv.models.geometry import LayerGeometry, ModelGeometry, probe_geometry
 from tightkv.models.loader import LoadedModel, load_model
 
@@ -12,6 +13,7 @@ __all__ = [
     "LoadedModel",
     "ModelGeometry",
     "attend_with",
+    "fuse_decoder_layers",
     "load_model",
     "one_line",
     "peak_activation_bytes",

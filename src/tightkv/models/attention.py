@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from tightkv.errors import UnsupportedModelError
 from tightkv.kernels import AttentionParams
 
-__all__ = ["AttentionCall", "attend_with", "use_paged_attention"]
+__all__ = ["AttentionCall", "attend", "attend_with", "use_paged_attention"]
 
 # transformers looks for "flash", "sdpa", "flex_attention" and "/" in the name. No mask function is
 # registered under it, so that models make no mask: causality, windows and packing are ours.
@@ -78,6 +78,11 @@ def attend_with(handler: AttentionHandler) -> Iterator[None]:
         _handler.reset(token)
 
 
+def attend(call: AttentionCall) -> torch.Tensor:
+    """Attention by the handler of `attend_with`; `[num_tokens, num_heads, value_size]`."""
+    return _handler.get()(call)
+
+
 def use_paged_attention(model: PreTrainedModel) -> None:
     """Make a model call the handler of `attend_with` in each attention layer."""
     AttentionInterface.register(_IMPLEMENTATION, _forward)
@@ -121,7 +126,7 @@ def _forward(
         ),
         key_source=key,
     )
-    return _handler.get()(call).to(query.dtype)[None], None
+    return attend(call).to(query.dtype)[None], None
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:

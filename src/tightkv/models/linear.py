@@ -62,6 +62,13 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return _multiply(x, self.packed, self.bias)
 
+    def add_to(self, other: Tensor, x: Tensor) -> Tensor:
+        """`other` plus the product, in one pass."""
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x, other, self.packed, self.bias, "add"
+        )
+        return result
+
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
@@ -83,6 +90,10 @@ class JoinedProduct:
         self._input: weakref.ref[Tensor] | None = None
         self._waiting: dict[int, Tensor] = {}
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """All parts side by side, `[..., in_features]` to `[..., sum of out_features]`."""
+        return _multiply(x, self.packed, self.bias)
+
     def take(self, part: int, x: Tensor) -> Tensor:
         """The columns of one part, `[..., in_features]` to `[..., out_features]`."""
         if self._input is None or self._input() is not x or part not in self._waiting:
@@ -93,7 +104,7 @@ class JoinedProduct:
         return piece
 
     def _compute(self, x: Tensor) -> None:
-        pieces = torch.split_with_sizes(_multiply(x, self.packed, self.bias), self._sizes, dim=-1)
+        pieces = torch.split_with_sizes(self(x), self._sizes, dim=-1)
         self._waiting = dict(enumerate(pieces))
         self._input = weakref.ref(x, self._forget)
 
