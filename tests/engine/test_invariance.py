@@ -106,6 +106,17 @@ def test_decode_equals_prefill(folder: Path) -> None:
         assert torch.equal(decoded[position], prefilled[position]), position
 
 
+def test_weights_of_16_bits_keep_the_bits_too(folder: Path) -> None:
+    """In bfloat16 a row's logits are the same alone and in a batch."""
+    together = tiny_llm(folder, dtype="bfloat16", kv_cache_dtype="int8")
+    alone = tiny_llm(folder, dtype="bfloat16", kv_cache_dtype="int8", max_num_seqs=1)
+    assert token_ids(together, prompts()) == token_ids(alone, prompts())
+    params = SamplingParams(prompt_logprobs=0, max_tokens=1)
+    first = together.generate(prompts(), params)
+    again = [alone.generate([prompt], params)[0] for prompt in prompts()]
+    assert [o.prompt_logprobs for o in first] == [o.prompt_logprobs for o in again]
+
+
 def test_sampled_tokens_do_not_depend_on_the_batch(folder: Path) -> None:
     params = [
         SamplingParams(temperature=1.0, top_p=0.9, seed=index, max_tokens=20, ignore_eos=True)

@@ -68,11 +68,11 @@ def test_another_activation_stays() -> None:
     assert not fused(model)
 
 
-def test_plain_products_stay() -> None:
-    """Without packed weights, as in bfloat16 or on a GPU, the layer is transformers'."""
-    model = tiny_model("llama")
-    fuse_decoder_layers(model)
-    assert not fused(model)
+def test_plain_products_and_other_types_stay() -> None:
+    """Without packed weights, as on a GPU, or in 16 bits, the layer is transformers'."""
+    for model in (tiny_model("llama"), prepared(tiny_model("llama").to(torch.bfloat16))):
+        fuse_decoder_layers(model)
+        assert not fused(model)
 
 
 def test_names_of_layers_stay() -> None:

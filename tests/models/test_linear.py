@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from tightkv.models import linear as module_of_linear
 from tightkv.models.linear import (
     JoinedPart,
     JoinedProduct,
     PackedLinear,
     pack_linear_layers,
+    product_dtype,
     weight_bytes,
 )
 from tiny_models import SPECIFIC, tiny_model
@@ -41,6 +43,44 @@ def test_row_has_the_same_bits_in_every_batch(in_features: int, out_features: in
     for rows in (*range(1, 71), 128, 255, 256, 257, 512, 699):
         assert torch.equal(layer(x[:rows]), whole[:rows]), f"{rows} rows"
         assert torch.equal(layer(x[-rows:][None])[0], whole[-rows:]), f"last {rows} rows"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_have_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = (torch.randn(*n).to(dtype) for n in ((96, 64), (96,), (300, 64)))
+    layer = PackedLinear(weight, bias)
+    whole = layer(x)
+    assert whole.dtype == dtype == layer.weight.dtype
+    for rows in (*range(1, 20), 64, 257):
+        assert torch.equal(layer(x[:rows]), whole[:rows]), f"{rows} rows"
+    exact = linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(whole.double(), exact, rtol=2**-8, atol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("invariant", "own_seconds", "expected"),
+    [(True, 1.0, torch.bfloat16), (True, 3.0, torch.float32), (False, 1.0, torch.float32)],
+)
+def test_type_of_products(
+    invariant: bool,
+    own_seconds: float,
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The faster one, but only among those that keep batch invariance; said in one line."""
+    monkeypatch.setattr(module_of_linear, "_is_invariant", lambda dtype: invariant)
+    monkeypatch.setattr(
+        module_of_linear,
+        "_seconds_of_product",
+        lambda dtype: own_seconds if dtype == torch.bfloat16 else 2.0,
+    )
+    choose: Any = product_dtype
+    with caplog.at_level("INFO", "tightkv"):
+        assert choose.__wrapped__(torch.bfloat16) == expected
+    assert len(caplog.records) == 1
+    assert choose.__wrapped__(torch.float32) == torch.float32
 
 
 def test_joined_row_has_the_same_bits_in_every_batch() -> None:

@@ -115,10 +115,10 @@ def test_attention_is_left_eager(good: Path) -> None:
     assert load(good).model.config._attn_implementation == "eager"
 
 
-def test_dtype_is_honoured_and_only_float32_is_packed(good: Path) -> None:
+def test_dtype_is_honoured_and_packed(good: Path) -> None:
     loaded = load(good, dtype="bfloat16")
     assert loaded.dtype == torch.bfloat16
-    assert not any(isinstance(module, PackedLinear) for module in loaded.model.modules())
+    assert any(isinstance(module, PackedLinear) for module in loaded.model.modules())
 
 
 def test_checkpoint_in_half_precision_becomes_float32_on_a_cpu(tmp_path: Path) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import operator
 import random
 from collections.abc import Sequence as Seq
-
-import torch
 
 from tightkv.config import EngineConfig
 from tightkv.engine.batch import build_forward_batch
@@ -46,8 +43,6 @@ from tightkv.models import (
 from tightkv.planning import PoolRequest, available_memory, plan_memory
 
 __all__ = ["LLMEngine"]
-
-_logger = logging.getLogger("tightkv")
 
 
 class LLMEngine:
@@ -88,12 +83,6 @@ class LLMEngine:
         self.plan = plan_memory(groups, config.cache, self._pool_request(config, total_bytes))
         self.config = resolve_config(config, self.plan, dtype_name(self.model.dtype))
         self.storage = self._allocate(groups, geometry)
-        if self.device.type == "cpu" and self.model.dtype != torch.float32:
-            _logger.info(
-                "linear layers are packed in float32 only: in %s the last bits of a sequence may "
-                "depend on its batch",
-                dtype_name(self.model.dtype),
-            )
         log_plan(self.device, self.plan, groups, f"{self._backend.name} ({self._backend.reason})")
         self.manager = KVCacheManager(
             num_groups=len(groups),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -110,5 +111,6 @@ def _is_shared_kind(layer: Any) -> bool:
     return (
         all(isinstance(child, JoinedPart) for child in joined)
         and all(isinstance(child, PackedLinear) for child in packed)
+        and layer.input_layernorm.weight.dtype == torch.float32
         and attention.config.hidden_act in ("silu", "swish")
     )

@@ -46,7 +46,7 @@ class LoadedModel:
     """A model in eval mode on its device, with all that the engine asks about it.
 
     Attributes:
-        model: the transformers model; on a CPU in float32 its linear layers are packed.
+        model: the transformers model; on a CPU its linear layers are packed.
         tokenizer: with the chat template that was asked for, if one was.
         name: MODEL as the user gave it.
         dtype: of weights and activations.
@@ -87,7 +87,7 @@ def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:
     model = _load_weights(config, source, settings, dtype)
     check_model_class(type(model), settings.model_type)
     model = model.train(False).requires_grad_(False).to(device)
-    if device.type == "cpu" and model.dtype == torch.float32:
+    if device.type == "cpu":
         pack_linear_layers(model)
     return LoadedModel(
         model=model,
