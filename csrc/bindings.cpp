@@ -44,13 +44,16 @@ void require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
+Code code_named(const std::string& name) {
+  for (int i = 0; i < kNumCodes; ++i)
+    if (name == kCodeNames[i]) return static_cast<Code>(i);
+  throw std::invalid_argument("Unknown code type '" + name + "'.");
+}
+
 TensorLayout make_tensor_layout(const std::string& code_name, bool dynamic, int size,
                                 int padded_size, int64_t codes_offset, int64_t scales_offset) {
   require(size > 0 && size <= kMaxHeadSize, "Head sizes from 1 to 1024 are supported.");
-  for (int i = 0; i < kNumCodes; ++i)
-    if (code_name == kCodeNames[i])
-      return {static_cast<Code>(i), dynamic, size, padded_size, codes_offset, scales_offset};
-  throw std::invalid_argument("Unknown code type '" + code_name + "'.");
+  return {code_named(code_name), dynamic, size, padded_size, codes_offset, scales_offset};
 }
 
 Layout make_layout(int64_t block_bytes, int block_size, int num_kv_heads, const TensorLayout& k,
@@ -150,6 +153,17 @@ void paged_attention(const KernelTable& kernels, const LayerCache& cache, const 
   run_attention(kernels, args, batch.batch, num_threads);
 }
 
+void linear(const KernelTable& kernels, Code code, Address weight, Address x, int64_t x_stride,
+            Address bias, Address other, Address out, int64_t num_rows, int in_features,
+            int out_features, int num_threads) {
+  nb::gil_scoped_release release;
+  run_linear(kernels,
+             {code, pointer<const uint8_t>(weight), pointer<const float>(x), x_stride,
+              pointer<const float>(bias), pointer<const float>(other), pointer<float>(out),
+              in_features, out_features},
+             num_rows, num_threads);
+}
+
 void rms_norm(const KernelTable& kernels, const StridedAddress& x, const StridedAddress& out,
               int64_t num_tokens, int num_heads, int size, Address weight, float epsilon,
               int num_threads) {
@@ -206,6 +220,17 @@ NB_MODULE(_native, m) {
            nb::arg("query"), nb::arg("num_tokens"), nb::arg("num_heads"), nb::arg("softmax_scale"),
            nb::arg("sliding_window"), nb::arg("softcap"), nb::arg("sinks"), nb::arg("out"),
            nb::arg("num_threads"), "Attention of the batch's queries over the cache, into `out`.")
+      .def(
+          "linear",
+          [](const KernelTable& kernels, const std::string& code, Address weight, Address x,
+             int64_t x_stride, Address bias, Address other, Address out, int64_t num_rows,
+             int in_features, int out_features, int num_threads) {
+            linear(kernels, code_named(code), weight, x, x_stride, bias, other, out, num_rows,
+                   in_features, out_features, num_threads);
+          },
+          nb::arg("code"), nb::arg("weight"), nb::arg("x"), nb::arg("x_stride"), nb::arg("bias"),
+          nb::arg("other"), nb::arg("out"), nb::arg("num_rows"), nb::arg("in_features"),
+          nb::arg("out_features"), nb::arg("num_threads"), "x @ weight.T + bias + other.")
       .def("rms_norm", &rms_norm, nb::arg("x"), nb::arg("out"), nb::arg("num_tokens"),
            nb::arg("num_heads"), nb::arg("size"), nb::arg("weight"), nb::arg("epsilon"),
            nb::arg("num_threads"), "Norm over the channels of each head, into `out`.")

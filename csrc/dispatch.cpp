@@ -173,6 +173,24 @@ void run_attention(const KernelTable& kernels, const AttentionArgs& args, const 
   run_items(plan.reductions, args, partials, num_threads, kernels.reduce, 32);
 }
 
+void run_linear(const KernelTable& kernels, const LinearArgs& args, int64_t num_rows,
+                int num_threads) {
+  // Pieces of equal size, some for each thread: one that is held up leaves the rest to others.
+  constexpr int kPiecesPerThread = 3;
+  const int64_t pieces = std::min(num_threads * kPiecesPerThread, args.num_panels());
+  const int64_t row_blocks = (num_rows + kLinearRows - 1) / kLinearRows;
+  const int64_t scratch_floats = int64_t{args.in_features} * kTile;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
+  for (int64_t i = 0; i < row_blocks * pieces; ++i) {
+    const int64_t rows = i / pieces * kLinearRows, piece = i % pieces;
+    kernels.linear(args,
+                   {rows, std::min(rows + kLinearRows, num_rows),
+                    static_cast<int>(piece * args.num_panels() / pieces),
+                    static_cast<int>((piece + 1) * args.num_panels() / pieces)},
+                   workspace.get(scratch_floats));
+  }
+}
+
 void run_rms_norm(const KernelTable& kernels, const RmsNormArgs& args, int64_t num_tokens,
                   int num_threads) {
   run_tokens(kernels.rms_norm, args, num_tokens, int64_t{args.num_heads} * args.size, num_threads);

@@ -27,6 +27,9 @@ ClipCounts run_write(const KernelTable& kernels, const WriteArgs& args, int64_t 
 void run_attention(const KernelTable& kernels, const AttentionArgs& args, const Batch& batch,
                    int num_threads);
 
+void run_linear(const KernelTable& kernels, const LinearArgs& args, int64_t num_rows,
+                int num_threads);
+
 void run_rms_norm(const KernelTable& kernels, const RmsNormArgs& args, int64_t num_tokens,
                   int num_threads);
 

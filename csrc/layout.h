@@ -58,11 +58,11 @@ struct Layout {
 };
 
 // Position of one value among the codes of a tile. K: lanes are tokens; V: lanes are channels.
-inline int k_index(int channel, int token, int pair) {
+constexpr int k_index(int channel, int token, int pair) {
   return (channel / pair * kTile + token) * pair + channel % pair;
 }
 
-inline int v_index(int channel, int token, int pair) {
+constexpr int v_index(int channel, int token, int pair) {
   const int panel = channel / kTile * kTile * kTile;
   return panel + (token / pair * kTile + channel % kTile) * pair + token % pair;
 }

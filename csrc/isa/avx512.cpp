@@ -2,9 +2,10 @@
 
 #include "kernels/attention.h"
 #include "kernels/layer.h"
+#include "kernels/linear.h"
 #include "kernels/write.h"
 
 namespace tightkv {
-const KernelTable kAvx512Kernels{Simd::kName,     write_tokens,  attend_item,        reduce_item,
-                                 rms_norm_tokens, rotate_tokens, silu_and_mul_tokens};
+const KernelTable kAvx512Kernels{Simd::kName, write_tokens,    attend_item,   reduce_item,
+                                 linear_tile, rms_norm_tokens, rotate_tokens, silu_and_mul_tokens};
 }  // namespace tightkv

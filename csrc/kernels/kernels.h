@@ -57,6 +57,27 @@ struct AttentionArgs {
   int group() const { return num_heads / layout.num_kv_heads; }
 };
 
+// Most rows of a linear layer that are worked on together.
+constexpr int kLinearRows = 48;
+
+// out = x @ weight.T + bias + other
+struct LinearArgs {
+  Code code;                  // of the weight, a float
+  const uint8_t* weight;      // panels [out_features / 16, rounded up][in_features][16]
+  const float* x;             // [num_rows, in_features]
+  int64_t x_stride;           // from row to row
+  const float *bias, *other;  // [out_features], [num_rows, out_features]; or null
+  float* out;                 // [num_rows, out_features]
+  int in_features, out_features;
+
+  int num_panels() const { return (out_features + kTile - 1) / kTile; }
+};
+
+struct LinearTile {
+  int64_t row_begin, row_end;  // at most kLinearRows
+  int panel_begin, panel_end;
+};
+
 // out = weight * x / sqrt(mean(x^2) + epsilon), over the channels of each head.
 struct RmsNormArgs {
   Strided x;
@@ -109,6 +130,7 @@ struct KernelTable {
   void (*attend)(const AttentionArgs&, const WorkItem&, float* partial_states, float* workspace);
   // Folds the states of all chunks of an item and writes out.
   void (*reduce)(const AttentionArgs&, const WorkItem&, float* partial_states, float* workspace);
+  void (*linear)(const LinearArgs&, const LinearTile&, float* scratch);
   void (*rms_norm)(const RmsNormArgs&, int64_t begin, int64_t end);
   void (*rotary_embedding)(const RotaryArgs&, int64_t begin, int64_t end);
   void (*silu_and_mul)(const SiluAndMulArgs&, int64_t begin, int64_t end);

@@ -38,9 +38,9 @@ int64_t encode_all(const float* y, int size, typename CodeTraits<kCode>::Stored*
   return clipped;
 }
 
-template <Code kCode, class Index>
+template <Code kCode, int (*kIndex)(int, int, int)>
 int64_t write_head(const float* x, const float* scale, const TensorLayout& tensor, uint8_t* tile,
-                   uint16_t* dynamic, int token, Index index, bool* bad) {
+                   uint16_t* dynamic, int token, bool* bad) {
   using Traits = CodeTraits<kCode>;
   alignas(64) float y[kMaxHeadSize];
   alignas(64) typename Traits::Stored codes[kMaxHeadSize];
@@ -53,15 +53,15 @@ int64_t write_head(const float* x, const float* scale, const TensorLayout& tenso
   }
   const int64_t clipped = encode_all<kCode>(y, tensor.size, codes);
   auto* stored = reinterpret_cast<typename Traits::Stored*>(tile);
-  for (int c = 0; c < tensor.size; ++c) stored[index(c, token, interleave(kCode))] = codes[c];
+  for (int c = 0; c < tensor.size; ++c) stored[kIndex(c, token, interleave(kCode))] = codes[c];
   for (int c = tensor.size; c < tensor.padded_size; ++c)
-    stored[index(c, token, interleave(kCode))] = 0;
+    stored[kIndex(c, token, interleave(kCode))] = 0;
   return clipped;
 }
 
-template <class Index>
+template <int (*kIndex)(int, int, int)>
 int64_t write_tensor(const Strided& x, const float* scale, const WriteArgs& args,
-                     const TensorLayout& tensor, int64_t token, Index index) {
+                     const TensorLayout& tensor, int64_t token) {
   const int64_t slot = args.slot_mapping[token];
   const int64_t block = slot / args.layout.block_size;
   const int in_block = static_cast<int>(slot % args.layout.block_size);
@@ -75,15 +75,15 @@ int64_t write_tensor(const Strided& x, const float* scale, const WriteArgs& args
         tensor.dynamic ? args.layout.scales(args.blocks, tensor, block, head, tile) : nullptr;
     bool* bad = args.bad_tokens + token;
     const auto write = [&](auto write_one) {
-      clipped += write_one(row, factors, tensor, codes, dynamic, lane, index, bad);
+      clipped += write_one(row, factors, tensor, codes, dynamic, lane, bad);
     };
     switch (tensor.code) {
-      case Code::kFloat32: write(write_head<Code::kFloat32, Index>); break;
-      case Code::kFloat16: write(write_head<Code::kFloat16, Index>); break;
-      case Code::kBFloat16: write(write_head<Code::kBFloat16, Index>); break;
-      case Code::kInt8: write(write_head<Code::kInt8, Index>); break;
-      case Code::kFp8E4M3: write(write_head<Code::kFp8E4M3, Index>); break;
-      case Code::kFp8E5M2: write(write_head<Code::kFp8E5M2, Index>); break;
+      case Code::kFloat32: write(write_head<Code::kFloat32, kIndex>); break;
+      case Code::kFloat16: write(write_head<Code::kFloat16, kIndex>); break;
+      case Code::kBFloat16: write(write_head<Code::kBFloat16, kIndex>); break;
+      case Code::kInt8: write(write_head<Code::kInt8, kIndex>); break;
+      case Code::kFp8E4M3: write(write_head<Code::kFp8E4M3, kIndex>); break;
+      case Code::kFp8E5M2: write(write_head<Code::kFp8E5M2, kIndex>); break;
     }
   }
   return clipped;
@@ -92,8 +92,8 @@ int64_t write_tensor(const Strided& x, const float* scale, const WriteArgs& args
 inline ClipCounts write_tokens(const WriteArgs& args, int64_t begin, int64_t end) {
   ClipCounts counts{0, 0};
   for (int64_t token = begin; token < end; ++token) {
-    counts.k += write_tensor(args.key, args.k_scale, args, args.layout.k, token, k_index);
-    counts.v += write_tensor(args.value, args.v_scale, args, args.layout.v, token, v_index);
+    counts.k += write_tensor<k_index>(args.key, args.k_scale, args, args.layout.k, token);
+    counts.v += write_tensor<v_index>(args.value, args.v_scale, args, args.layout.v, token);
   }
   return counts;
 }

@@ -7,7 +7,7 @@ import torch
 
 from cache_cases import ISAS
 from tightkv.errors import KernelError
-from tightkv.kernels import CpuBackend
+from tightkv.kernels import CpuBackend, WeightPanels
 
 SIZES = (8, 20, 64, 576)  # with and without a rest after whole tiles of 16
 
@@ -70,8 +70,42 @@ def test_a_row_is_the_same_alone_and_among_many(isa: str) -> None:
         assert torch.equal(backend.silu_and_mul(alone[:, 0])[0], gated[row])
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 96), (7, 5), (50, 161)])
+def test_linear(isa: str, dtype: torch.dtype, in_features: int, out_features: int) -> None:
+    backend = CpuBackend(isa)
+    weight = random(out_features, in_features).to(dtype)
+    panels = WeightPanels(weight)
+    x, bias, other = random(101, in_features), random(out_features), random(101, out_features)
+    product = x.double() @ weight.double().T
+    whole = backend.linear(x, panels, bias, other)
+    torch.testing.assert_close(whole.double(), product + bias + other, rtol=1e-5, atol=1e-4)
+    for rows in (1, 2, 3, 5, 6, 7, 13, 48, 49):
+        assert torch.equal(backend.linear(x[:rows], panels, bias, other[:rows]), whole[:rows])
+    plain = backend.linear(x[-1:], panels)
+    torch.testing.assert_close(plain.double(), product[-1:], rtol=1e-5, atol=1e-4)
+
+
+def test_a_weight_is_kept_as_narrow_as_it_is() -> None:
+    weight = random(32, 16)
+    assert WeightPanels(weight).code == "float32"
+    assert WeightPanels(weight.bfloat16().float()).code == "bfloat16"
+    assert WeightPanels(weight.half().float()).code == "float16"
+    assert WeightPanels(weight * float("nan")).code == "float32"
+    with pytest.raises(KernelError, match="int8"):
+        WeightPanels(weight.to(torch.int8))
+
+
 def test_wrong_shapes_are_refused() -> None:
     backend = CpuBackend(ISAS[0])
+    panels = WeightPanels(random(8, 16))
+    with pytest.raises(KernelError, match="x has shape"):
+        backend.linear(random(2, 15), panels)
+    with pytest.raises(KernelError, match="other has shape"):
+        backend.linear(random(2, 16), panels, other=random(1, 8))
+    with pytest.raises(KernelError, match="float32 with contiguous rows"):
+        backend.linear(random(16, 2).T, panels)
     with pytest.raises(KernelError, match="weight has shape"):
         backend.rms_norm(random(2, 1, 16), torch.ones(8), 1e-5)
     with pytest.raises(KernelError, match="cos has shape"):

@@ -70,7 +70,8 @@ def test_another_activation_stays() -> None:
 
 def test_plain_products_and_other_types_stay() -> None:
     """Without packed weights, as on a GPU, or in 16 bits, the layer is transformers'."""
-    for model in (tiny_model("llama"), prepared(tiny_model("llama").to(torch.bfloat16))):
+    narrow: Any = tiny_model("llama")
+    for model in (tiny_model("llama"), prepared(narrow.to(torch.bfloat16))):
         fuse_decoder_layers(model)
         assert not fused(model)
 

@@ -11,13 +11,11 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from tightkv.models import linear as module_of_linear
 from tightkv.models.linear import (
     JoinedPart,
     JoinedProduct,
     PackedLinear,
     pack_linear_layers,
-    product_dtype,
     weight_bytes,
 )
 from tiny_models import SPECIFIC, tiny_model
@@ -58,29 +56,17 @@ def test_sixteen_bits_have_the_same_bits_in_every_batch(dtype: torch.dtype) -> N
     torch.testing.assert_close(whole.double(), exact, rtol=2**-8, atol=2**-7)
 
 
-@pytest.mark.parametrize(
-    ("invariant", "own_seconds", "expected"),
-    [(True, 1.0, torch.bfloat16), (True, 3.0, torch.float32), (False, 1.0, torch.float32)],
-)
-def test_type_of_products(
-    invariant: bool,
-    own_seconds: float,
-    expected: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The faster one, but only among those that keep batch invariance; said in one line."""
-    monkeypatch.setattr(module_of_linear, "_is_invariant", lambda dtype: invariant)
-    monkeypatch.setattr(
-        module_of_linear,
-        "_seconds_of_product",
-        lambda dtype: own_seconds if dtype == torch.bfloat16 else 2.0,
-    )
-    choose: Any = product_dtype
-    with caplog.at_level("INFO", "tightkv"):
-        assert choose.__wrapped__(torch.bfloat16) == expected
-    assert len(caplog.records) == 1
-    assert choose.__wrapped__(torch.float32) == torch.float32
+def test_values_of_sixteen_bits_are_kept_in_sixteen() -> None:
+    """A float32 weight from a bfloat16 checkpoint: half the bytes, the same bits."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(96, 64).bfloat16().float(), torch.randn(20, 64)
+    other = weight.clone()
+    other[3, 3] += 2**-20
+    narrow, wide = PackedLinear(weight, None), PackedLinear(other, None)
+    assert (narrow.packed.code, wide.packed.code) == ("bfloat16", "float32")
+    assert weight_bytes(narrow) * 2 == weight_bytes(wide) == weight.nbytes
+    columns = [column for column in range(96) if column != 3]
+    assert torch.equal(narrow(x)[:, columns], wide(x)[:, columns])
 
 
 def test_joined_row_has_the_same_bits_in_every_batch() -> None:

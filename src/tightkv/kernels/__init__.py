@@ -1,7 +1,7 @@
 """The two kernels: write K and V into the paged cache, and attend over it."""
 
 from tightkv.kernels.arguments import AttentionBatch, AttentionParams, LayerCache
-from tightkv.kernels.cpu import CpuBackend
+from tightkv.kernels.cpu import CpuBackend, WeightPanels
 from tightkv.kernels.ops import Backend, paged_attention, reshape_and_cache, select_backend
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Backend",
     "CpuBackend",
     "LayerCache",
+    "WeightPanels",
     "paged_attention",
     "reshape_and_cache",
     "select_backend",

@@ -17,14 +17,16 @@ from tightkv.kernels.arguments import (
     AttentionBatch,
     AttentionParams,
     LayerCache,
+    check_shape,
     check_tensor,
 )
 
-__all__ = ["ISA_VARIABLE", "CpuBackend", "available_isas"]
+__all__ = ["ISA_VARIABLE", "CpuBackend", "WeightPanels", "available_isas"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_LANES = 16
 _BOUND = "cpu"  # under which name arguments keep their native form
 
 ISA_VARIABLE = "TIGHTKV_CPU_ISA"
@@ -34,6 +36,25 @@ ISA_VARIABLE = "TIGHTKV_CPU_ISA"
 def available_isas() -> tuple[str, ...]:
     """Instruction sets that this build and this processor have, the best first."""
     return tuple(_native.available_isas())
+
+
+class WeightPanels:
+    """The weight of a linear layer in the order in which it is multiplied.
+
+    Attributes:
+        panels: `[out_features / 16, rounded up, in_features, 16]`. A float32 weight whose values
+            all have an exact bfloat16 or float16 (a checkpoint of that type) is kept as such: half
+            the bytes, and the same products.
+        code: its type's name.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        narrow = _without_loss(weight.detach())
+        padded = torch.nn.functional.pad(narrow, (0, 0, 0, -self.out_features % _LANES))
+        panels = padded.view(-1, _LANES, self.in_features).transpose(1, 2)
+        self.panels = panels.contiguous()
+        self.code = str(narrow.dtype).removeprefix("torch.")
 
 
 class CpuBackend:
@@ -123,6 +144,47 @@ class CpuBackend:
         )
         return out
 
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: WeightPanels,
+        bias: torch.Tensor | None = None,
+        other: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`x @ weight.T + bias + other` in float32; a row's bits are the same in any batch.
+
+        Args:
+            x: float32 `[num_rows, in_features]`, inputs of a row contiguous.
+            weight: `[out_features, in_features]`, packed.
+            bias: float32 `[out_features]`, or None.
+            other: float32 `[num_rows, out_features]`, or None.
+        """
+        num_rows, out_features = len(x), weight.out_features
+        check_shape("x", x, (num_rows, weight.in_features))
+        if bias is not None:
+            check_tensor("bias", bias, torch.float32, (out_features,))
+        if other is not None:
+            check_tensor("other", other, torch.float32, (num_rows, out_features))
+        if x.dtype != torch.float32 or x.stride(1) != 1:
+            raise KernelError(
+                f"x must be float32 with contiguous rows, not {x.dtype} {x.stride()}."
+            )
+        out = torch.empty(num_rows, out_features)
+        self._kernels.linear(
+            weight.code,
+            weight.panels.data_ptr(),
+            x.data_ptr(),
+            x.stride(0),
+            _address(bias),
+            _address(other),
+            out.data_ptr(),
+            num_rows,
+            weight.in_features,
+            out_features,
+            torch.get_num_threads(),
+        )
+        return out
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """`weight * x / sqrt(mean(x ** 2) + epsilon)` (arXiv:1910.07467).
 
@@ -188,6 +250,18 @@ def _checked(kernel: Callable[P, T], *arguments: P.args, **unused: P.kwargs) -> 
 
 def _float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float32 else tensor.float()
+
+
+def _without_loss(weight: torch.Tensor) -> torch.Tensor:
+    """The weight in the narrowest type that holds it exactly."""
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise KernelError(f"A weight of {weight.dtype} cannot be packed: give a float type.")
+    if weight.dtype == torch.float32:
+        for dtype in (torch.bfloat16, torch.float16):
+            narrow = weight.to(dtype)
+            if torch.equal(narrow.float(), weight):
+                return narrow
+    return weight
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -1,44 +1,33 @@
-"""Linear layers on a CPU: weights packed once by oneDNN, sibling projections joined.
+"""Linear layers on a CPU: weights packed for our own product, sibling projections joined.
 
 Two reasons. A row's result is bit-identical alone and in any batch, which `F.linear` does not give
-and the engine promises. And with 4 to 64 rows it is two to three times faster.
-
-Weights of 16 bits are multiplied as such where the processor does that fast and with the same bits
-in any batch, else as float32 with the result rounded: see `product_dtype`.
+and the engine promises. And with few rows it is fast: a step of decodes spends nearly all of its
+time here.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 import re
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tightkv.errors import ConfigError
+from tightkv.kernels import CpuBackend, WeightPanels
 
 __all__ = [
     "JoinedPart",
     "JoinedProduct",
     "PackedLinear",
     "pack_linear_layers",
-    "product_dtype",
     "weight_bytes",
 ]
-
-_logger = logging.getLogger("tightkv")
-
-# From 16 rows on, oneDNN picks a layout whose sums do not depend on the number of rows;
-# packed for 1 row it would pick one whose sums do.
-_ROWS_HINT = 16
 
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,18 +51,15 @@ class PackedWeight:
 
 
 class PackedLinear(nn.Module):
-    """`x @ weight.T + bias` with the weight packed by oneDNN; on a CPU only."""
+    """`x @ weight.T + bias` with the weight packed; on a CPU only."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        # A plain attribute: `.to()` and `state_dict()` cannot handle a tensor in oneDNN's layout.
-        self.packed = _pack(weight)
+        self.packed = WeightPanels(weight)
         self.bias = (
-            None
-            if bias is None
-            else nn.Parameter(bias.detach().to(self.packed.dtype), requires_grad=False)
+            None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
         )
 
     @property
@@ -84,11 +70,8 @@ class PackedLinear(nn.Module):
         return _multiply(x, self.packed, self.bias)
 
     def add_to(self, other: Tensor, x: Tensor) -> Tensor:
-        """`other` plus the product, in one pass; float32."""
-        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-            x, other, self.packed, self.bias, "add"
-        )
-        return result
+        """`other` plus the product, `[num_rows, out_features]`, in one pass; float32."""
+        return _backend().linear(x, self.packed, self.bias, other)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
@@ -105,8 +88,8 @@ class JoinedProduct:
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        self.packed = _pack(torch.cat([weight.detach() for weight in weights]))
-        self.bias = _join_biases(weights, biases, self.packed.dtype)
+        self.packed = WeightPanels(torch.cat([weight.detach() for weight in weights]))
+        self.bias = _join_biases(weights, biases)
         self.dtype = weights[0].dtype
         self._sizes = [weight.shape[0] for weight in weights]
         self._input: weakref.ref[Tensor] | None = None
@@ -161,16 +144,7 @@ def pack_linear_layers(model: nn.Module) -> None:
     Layer by layer, so that the plain weights of at most one module exist a second time. A weight
     that is also an embedding stays for the lookup. Layers whose weight the model's own code reads
     stay as they are, and so do experts and routers that are bare parameters.
-
-    Raises:
-        ConfigError: if this build of torch lacks oneDNN.
     """
-    mkldnn: Any = torch.backends.mkldnn
-    if not mkldnn.is_available():
-        raise ConfigError(
-            f"This build of torch ({torch.__version__}) has no oneDNN, which a CPU needs for "
-            "batch-invariant results: install a build with it, or use another device."
-        )
     # The list must not hold the layers themselves, or their weights could not be released.
     parents = [m for m in model.modules() if not isinstance(m, (nn.Linear, Conv1D))]
     plain = {kind: _read_weights(kind) for kind in {type(parent) for parent in parents}}
@@ -180,45 +154,16 @@ def pack_linear_layers(model: nn.Module) -> None:
         _pack_children(parent, plain[type(parent)])
 
 
-@lru_cache
-def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which products with weights of `dtype` are computed on this machine.
-
-    Its own where oneDNN has that, keeps a row's bits in any batch, and is faster than float32 in a
-    short timing; else float32.
-    """
-    if dtype == torch.float32:
-        return dtype
-    name = str(dtype).removeprefix("torch.")
-    if not _is_invariant(dtype):
-        _logger.info(
-            "linear layers in %s are multiplied in float32: on this processor oneDNN has no product"
-            " of that type whose rows do not depend on their batch",
-            name,
-        )
-        return torch.float32
-    own, wide = _seconds_of_product(dtype), _seconds_of_product(torch.float32)
-    chosen = dtype if own < wide else torch.float32
-    _logger.info(
-        "linear layers in %s are multiplied in %s: %.2f ms against %.2f ms in float32, 16 rows",
-        name,
-        str(chosen).removeprefix("torch."),
-        own * 1e3,
-        wide * 1e3,
-    )
-    return chosen
-
-
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all parameters, buffers and packed weights; what is shared counts once."""
     plain = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     packed: dict[int, int] = {}
     for module in model.modules():
         if isinstance(module, PackedLinear):
-            packed[id(module)] = _packed_bytes(module.packed)
+            packed[id(module)] = module.packed.panels.nbytes
         elif isinstance(module, JoinedPart):
             bias = 0 if module.product.bias is None else module.product.bias.nbytes
-            packed[id(module.product)] = _packed_bytes(module.product.packed) + bias
+            packed[id(module.product)] = module.product.packed.panels.nbytes + bias
     return sum(plain.values()) + sum(packed.values())
 
 
@@ -263,63 +208,24 @@ def _read_weights(kind: type[nn.Module]) -> frozenset[str]:
         return frozenset()  # no source to read; PackedWeight still makes such a use fail loudly
 
 
-def _join_biases(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None], dtype: torch.dtype
-) -> Tensor | None:
+def _join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
     if all(bias is None for bias in biases):
         return None
     return torch.cat(
         [
-            torch.zeros(weight.shape[0], dtype=dtype) if bias is None else bias.detach().to(dtype)
+            torch.zeros(weight.shape[0]) if bias is None else bias.detach().float()
             for weight, bias in zip(weights, biases, strict=True)
         ]
     )
 
 
-def _pack(weight: Tensor) -> Tensor:
-    return _pack_as(product_dtype(weight.dtype), weight)
+@lru_cache
+def _backend() -> CpuBackend:
+    return CpuBackend.choose()
 
 
-def _pack_as(dtype: torch.dtype, weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(
-        weight.detach().to(dtype).contiguous(), _ROWS_HINT
-    )
-    return packed
-
-
-def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    if x.dtype != packed.dtype:
-        return _multiply(x.to(packed.dtype), packed, bias).to(x.dtype)
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return result
-
-
-def _is_invariant(dtype: torch.dtype) -> bool:
-    """Whether a packed product of this type exists and gives a row the same bits in any batch."""
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(n, 576, generator=generator).to(dtype) for n in (960, 300))
-    try:
-        packed = _pack_as(dtype, weight)
-        whole = _multiply(x, packed, None)
-        return all(
-            torch.equal(_multiply(x[:rows], packed, None), whole[:rows])
-            for rows in (1, 2, 3, 7, 16, 17, 40, 64, 129)
-        )
-    except RuntimeError:  # how torch says that the processor lacks it
-        return False
-
-
-def _seconds_of_product(dtype: torch.dtype) -> float:
-    """Of 16 rows with a weight of 1024 x 1024; the best of some."""
-    packed = _pack_as(dtype, torch.zeros(1024, 1024))
-    x = torch.zeros(16, 1024, dtype=dtype)
-    best = float("inf")
-    for _ in range(8):
-        start = time.perf_counter()
-        _multiply(x, packed, None)
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def _packed_bytes(packed: Tensor) -> int:
-    return int(torch.ops.mkldnn._nbytes(packed))
+def _multiply(x: Tensor, packed: WeightPanels, bias: Tensor | None) -> Tensor:
+    """In float32, rounded to the type of `x` at the end; `[..., in_features]`."""
+    rows = x.reshape(-1, packed.in_features).float()
+    result = _backend().linear(rows, packed, bias)
+    return result.view(*x.shape[:-1], packed.out_features).to(x.dtype)
