@@ -1,6 +1,9 @@
 #include "dispatch.h"
 
 #include <omp.h>
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 
 #include <algorithm>
 #include <memory>
@@ -10,17 +13,37 @@
 namespace tightkv {
 namespace {
 
+#ifdef __x86_64__
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+
+// Not among the names that every compiler knows.
+bool has_avx_vnni() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1) != 0;
+}
+#endif
+
 std::vector<const KernelTable*> available_kernels() {
   std::vector<const KernelTable*> tables;
+#ifdef TIGHTKV_WITH_AVX512_VNNI
+  if (has_avx512() && __builtin_cpu_supports("avx512vnni")) tables.push_back(&kAvx512VnniKernels);
+#endif
 #ifdef TIGHTKV_WITH_AVX512
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    tables.push_back(&kAvx512Kernels);
+  if (has_avx512()) tables.push_back(&kAvx512Kernels);
+#endif
+#ifdef TIGHTKV_WITH_AVX_VNNI
+  if (has_avx_vnni()) tables.push_back(&kAvxVnniKernels);
 #endif
 #ifdef TIGHTKV_WITH_AVX2
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c"))
-    tables.push_back(&kAvx2Kernels);
+  if (has_avx2()) tables.push_back(&kAvx2Kernels);
 #endif
 #ifdef TIGHTKV_WITH_NEON
   tables.push_back(&kNeonKernels);  // part of every AArch64

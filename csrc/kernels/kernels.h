@@ -140,6 +140,12 @@ extern const KernelTable kScalarKernels;
 #ifdef TIGHTKV_WITH_AVX2
 extern const KernelTable kAvx2Kernels;
 #endif
+#ifdef TIGHTKV_WITH_AVX_VNNI
+extern const KernelTable kAvxVnniKernels;
+#endif
+#ifdef TIGHTKV_WITH_AVX512_VNNI
+extern const KernelTable kAvx512VnniKernels;
+#endif
 #ifdef TIGHTKV_WITH_AVX512
 extern const KernelTable kAvx512Kernels;
 #endif

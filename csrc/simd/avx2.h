@@ -1,4 +1,5 @@
-// 16 lanes as two 256-bit registers (AVX2, FMA, F16C). The words are those of scalar.h.
+// 16 lanes as two 256-bit registers (AVX2, FMA, F16C; AVX-VNNI where the compiler is told to). The
+// words are those of scalar.h.
 #pragma once
 
 #include <immintrin.h>
@@ -11,7 +12,11 @@ namespace tightkv {
 namespace {
 
 struct Simd {
+#ifdef __AVXVNNI__
+  static constexpr const char* kName = "avx_vnni";
+#else
   static constexpr const char* kName = "avx2";
+#endif
   static constexpr int kMaxRows = 6;
   static constexpr float kE4M3Unit = 0x1p120f;
 
@@ -136,8 +141,12 @@ struct Simd {
   }
   TIGHTKV_INLINE static Int multiply_add(Int acc, Pairs x, int32_t pair) {
     const __m256i y = _mm256_set1_epi32(pair);
+#ifdef __AVXVNNI__
+    return {_mm256_dpwssd_avx_epi32(acc.a, x.a, y), _mm256_dpwssd_avx_epi32(acc.b, x.b, y)};
+#else
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y)),
             _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y))};
+#endif
   }
   TIGHTKV_INLINE static void store_rounded(int16_t* p, Float x) {
     const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));

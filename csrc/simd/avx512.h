@@ -1,4 +1,5 @@
-// 16 lanes as one 512-bit register (AVX-512 F, BW, DQ, VL). The words are those of scalar.h.
+// 16 lanes as one 512-bit register (AVX-512 F, BW, DQ, VL; VNNI where the compiler is told to). The
+// words are those of scalar.h.
 #pragma once
 
 #include <immintrin.h>
@@ -11,7 +12,11 @@ namespace tightkv {
 namespace {
 
 struct Simd {
+#ifdef __AVX512VNNI__
+  static constexpr const char* kName = "avx512_vnni";
+#else
   static constexpr const char* kName = "avx512";
+#endif
   static constexpr int kMaxRows = 12;
   static constexpr float kE4M3Unit = 256.0f;
 
@@ -73,7 +78,11 @@ struct Simd {
   TIGHTKV_INLINE static Pairs load_int16(const int16_t* p) { return _mm512_loadu_si512(p); }
   TIGHTKV_INLINE static void store_pairs(int16_t* p, Pairs x) { _mm512_storeu_si512(p, x); }
   TIGHTKV_INLINE static Int multiply_add(Int acc, Pairs x, int32_t pair) {
+#ifdef __AVX512VNNI__
+    return _mm512_dpwssd_epi32(acc, x, _mm512_set1_epi32(pair));
+#else
     return _mm512_add_epi32(acc, _mm512_madd_epi16(x, _mm512_set1_epi32(pair)));
+#endif
   }
   TIGHTKV_INLINE static void store_rounded(int16_t* p, Float x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),

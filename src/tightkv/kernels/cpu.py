@@ -61,7 +61,7 @@ class CpuBackend:
     """C++ kernels of one instruction set.
 
     Attributes:
-        isa: "avx512", "avx2", "neon" or "scalar".
+        isa: "avx512_vnni", "avx512", "avx_vnni", "avx2", "neon" or "scalar".
         reason: why this one was chosen.
     """
 
