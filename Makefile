@@ -72,9 +72,14 @@ test-isa-aarch64:
 	@qemu-aarch64 build/isa-aarch64/isa_agreement
 
 .PHONY: bench
-bench: install ## Speed of the decode kernel, and quality by KV format
+bench: install ## Speed of the decode kernel and of linear layers, quality by KV format
 	@$(BIN)/python benchmarks/kernels/decode_attention.py
+	@$(BIN)/python benchmarks/kernels/linear.py
 	@$(BIN)/python benchmarks/quality/kv_quality.py
+
+.PHONY: bench-cpu
+bench-cpu: install ## Against other engines: LLAMA_CPP_PYTHON=… VLLM_PYTHON=… make bench-cpu ARGS="--only batch"
+	@$(BIN)/python -m benchmarks.cpu $(ARGS)
 
 .PHONY: clean
 clean: ## Remove what make has made, the virtual environments too

@@ -1,0 +1,1 @@
+"""Benchmarks, run from the repository's root: `python -m benchmarks.cpu`."""
