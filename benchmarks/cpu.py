@@ -15,6 +15,7 @@ import datetime
 import importlib.util
 import json
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -157,6 +158,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 def main() -> int:
     options = parse_options()
+    # As an exception, so that the engine at work is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as folder:
         try:
             bench = make_bench(options, Path(folder))
