@@ -127,6 +127,11 @@ class Bench:
             self.failures.append(f"{name}: {outcome.arm.name} {outcome.failure}")
         for result in outcome.results:
             self.versions[engine.name] = result["version"]
+            if result["load_average"] > self.threads + 1:
+                self.notes.append(
+                    f"DOUBTFUL {name}: {outcome.arm.name} ran at a load of "
+                    f"{result['load_average']}: something else was running"
+                )
         self.figures.setdefault(name, {})[outcome.arm.name] = outcome.failure or [
             {key: result[key] for key in result if key not in ("version", "answers")}
             for result in outcome.results
