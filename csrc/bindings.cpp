@@ -153,12 +153,12 @@ void paged_attention(const KernelTable& kernels, const LayerCache& cache, const 
   run_attention(kernels, args, batch.batch, num_threads);
 }
 
-void linear(const KernelTable& kernels, Code code, Address weight, Address x, int64_t x_stride,
-            Address bias, Address other, Address out, int64_t num_rows, int in_features,
-            int out_features, int num_threads) {
+void linear(const KernelTable& kernels, const std::string& code, Address weight, Address x,
+            int64_t x_stride, Address bias, Address other, Address out, int64_t num_rows,
+            int in_features, int out_features, int num_threads) {
   nb::gil_scoped_release release;
   run_linear(kernels,
-             {code, pointer<const uint8_t>(weight), pointer<const float>(x), x_stride,
+             {code_named(code), pointer<const uint8_t>(weight), pointer<const float>(x), x_stride,
               pointer<const float>(bias), pointer<const float>(other), pointer<float>(out),
               in_features, out_features},
              num_rows, num_threads);
@@ -220,17 +220,10 @@ NB_MODULE(_native, m) {
            nb::arg("query"), nb::arg("num_tokens"), nb::arg("num_heads"), nb::arg("softmax_scale"),
            nb::arg("sliding_window"), nb::arg("softcap"), nb::arg("sinks"), nb::arg("out"),
            nb::arg("num_threads"), "Attention of the batch's queries over the cache, into `out`.")
-      .def(
-          "linear",
-          [](const KernelTable& kernels, const std::string& code, Address weight, Address x,
-             int64_t x_stride, Address bias, Address other, Address out, int64_t num_rows,
-             int in_features, int out_features, int num_threads) {
-            linear(kernels, code_named(code), weight, x, x_stride, bias, other, out, num_rows,
-                   in_features, out_features, num_threads);
-          },
-          nb::arg("code"), nb::arg("weight"), nb::arg("x"), nb::arg("x_stride"), nb::arg("bias"),
-          nb::arg("other"), nb::arg("out"), nb::arg("num_rows"), nb::arg("in_features"),
-          nb::arg("out_features"), nb::arg("num_threads"), "x @ weight.T + bias + other.")
+      .def("linear", &linear, nb::arg("code"), nb::arg("weight"), nb::arg("x"), nb::arg("x_stride"),
+           nb::arg("bias"), nb::arg("other"), nb::arg("out"), nb::arg("num_rows"),
+           nb::arg("in_features"), nb::arg("out_features"), nb::arg("num_threads"),
+           "x @ weight.T + bias + other.")
       .def("rms_norm", &rms_norm, nb::arg("x"), nb::arg("out"), nb::arg("num_tokens"),
            nb::arg("num_heads"), nb::arg("size"), nb::arg("weight"), nb::arg("epsilon"),
            nb::arg("num_threads"), "Norm over the channels of each head, into `out`.")

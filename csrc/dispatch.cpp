@@ -147,6 +147,7 @@ template <class Args>
 void run_tokens(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t num_tokens,
                 int64_t values_per_token, int num_threads) {
   constexpr int64_t kValuesWorthThreads = 32768;
+  if (num_tokens == 0) return;
   const int64_t piece = (num_tokens + num_threads - 1) / num_threads;
 #pragma omp parallel for schedule(static) \
     num_threads(num_threads) if (num_tokens * values_per_token >= kValuesWorthThreads)

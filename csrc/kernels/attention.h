@@ -22,16 +22,15 @@ inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Pieces of a thread's workspace. All strides in floats; all pieces start on a cache line.
+// Pieces of a thread's workspace. The stride is in floats; all pieces start on a cache line.
 struct Workspace {
-  int64_t query_stride, value_stride;
+  int64_t query_stride;
   float *query, *scale, *logits, *weight_step, *weights, *state, *chunk, *k_dynamic, *v_dynamic,
       *scratch;
 
   Workspace(const AttentionArgs& args, float* memory) {
     const int rows = max_rows(args);
     query_stride = round_up(args.layout.k.padded_size, 16);
-    value_stride = args.layout.v.padded_size;
     float** const pieces[] = {&query, &scale, &logits,    &weight_step, &weights,
                               &state, &chunk, &k_dynamic, &v_dynamic,   &scratch};
     const int64_t sizes[] = {rows * query_stride,

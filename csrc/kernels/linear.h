@@ -23,7 +23,7 @@ inline void linear_tile(const LinearArgs& args, const LinearTile& tile, float* s
     const uint8_t* first = args.weight + panel * panel_bytes;
     const uint8_t* fetch = first + (rows > S::kMaxRows ? panel_bytes : kFetchDistance);
     with_code(args.code, [&](auto code) {
-      if constexpr (!is_integer(code.value))
+      if constexpr (code_bytes(code.value) > 1)  // floats of a checkpoint
         product<S, code.value, 0>(rows, {&first, &fetch, 1, count, 0, panel_bytes},
                                   args.in_features, x, args.x_stride, {out, stride}, scratch);
     });

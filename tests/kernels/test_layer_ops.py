@@ -59,6 +59,15 @@ def test_broken_values_stay_broken(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_no_tokens_are_no_work(isa: str) -> None:
+    backend, none = CpuBackend(isa), torch.zeros(0, 32)
+    assert backend.rms_norm(none[:, None], torch.ones(32), 1e-5).shape == (0, 1, 32)
+    backend.rotate(none[:, None], none, none)
+    assert backend.silu_and_mul(none).shape == (0, 16)
+    assert backend.linear(none, WeightPanels(random(8, 32))).shape == (0, 8)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_a_row_is_the_same_alone_and_among_many(isa: str) -> None:
     """500 rows are shared among threads, one is not."""
     backend = CpuBackend(isa)

@@ -12,6 +12,7 @@ import torch
 from tightkv.errors import KernelError
 from tightkv.formats.base import TensorFormat
 from tightkv.formats.layout import BlockLayout
+from tightkv.formats.registry import dtype_name
 from tightkv.kernels import _native
 from tightkv.kernels.arguments import (
     AttentionBatch,
@@ -21,13 +22,16 @@ from tightkv.kernels.arguments import (
     check_tensor,
 )
 
-__all__ = ["ISA_VARIABLE", "CpuBackend", "WeightPanels", "available_isas"]
+__all__ = ["ISA_VARIABLE", "WEIGHT_DTYPES", "CpuBackend", "WeightPanels", "available_isas"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _LANES = 16
 _BOUND = "cpu"  # under which name arguments keep their native form
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the weights of a packed linear layer may be."""
 
 ISA_VARIABLE = "TIGHTKV_CPU_ISA"
 """Environment variable that names the instruction set to use instead of the best one."""
@@ -54,7 +58,7 @@ class WeightPanels:
         padded = torch.nn.functional.pad(narrow, (0, 0, 0, -self.out_features % _LANES))
         panels = padded.view(-1, _LANES, self.in_features).transpose(1, 2)
         self.panels = panels.contiguous()
-        self.code = str(narrow.dtype).removeprefix("torch.")
+        self.code = dtype_name(narrow.dtype)
 
 
 class CpuBackend:
@@ -254,7 +258,7 @@ def _float32(tensor: torch.Tensor) -> torch.Tensor:
 
 def _without_loss(weight: torch.Tensor) -> torch.Tensor:
     """The weight in the narrowest type that holds it exactly."""
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if weight.dtype not in WEIGHT_DTYPES:
         raise KernelError(f"A weight of {weight.dtype} cannot be packed: give a float type.")
     if weight.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):

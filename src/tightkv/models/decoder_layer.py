@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tightkv.kernels import AttentionParams, CpuBackend
 from tightkv.models.attention import AttentionCall, attend
-from tightkv.models.linear import JoinedPart, JoinedProduct, PackedLinear
+from tightkv.models.linear import JoinedPart, JoinedProduct, PackedLinear, cpu_backend
 
 __all__ = ["FusedDecoderLayer", "fuse_decoder_layers"]
 
@@ -64,7 +64,8 @@ class FusedDecoderLayer(nn.Module):
         """`[1, num_tokens, hidden_size]` to the same, as transformers calls its layers."""
         hidden = hidden_states[0]
         qkv = self._qkv(self._norm_rows(self.input_layernorm, hidden))
-        hidden = self._o_proj.add_to(hidden, self._attend(qkv, *position_embeddings))
+        cos, sin = (of_batch[0] for of_batch in position_embeddings)
+        hidden = self._o_proj.add_to(hidden, self._attend(qkv, cos, sin))
         gate_up = self._gate_up(self._norm_rows(self.post_attention_layernorm, hidden))
         return self._down_proj.add_to(hidden, self._backend.silu_and_mul(gate_up))[None]
 
@@ -78,7 +79,7 @@ class FusedDecoderLayer(nn.Module):
         if query_norm is not None:  # Qwen3
             query, key = self._norm(query_norm, query), self._norm(key_norm, key)
         for rotated in (query, key):
-            self._backend.rotate(rotated, cos[0], sin[0])
+            self._backend.rotate(rotated, cos, sin)
         call = AttentionCall(self._layer_idx, query, key, value, self._params, key)
         return attend(call).reshape(len(qkv), -1)
 
@@ -94,7 +95,7 @@ def fuse_decoder_layers(model: PreTrainedModel) -> None:
 
     The model then runs inside `attend_with` only. Other layers stay transformers' own.
     """
-    backend = CpuBackend.choose()
+    backend = cpu_backend()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if _is_shared_kind(child):

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tightkv.kernels import CpuBackend, WeightPanels
+from tightkv.kernels import WEIGHT_DTYPES, CpuBackend, WeightPanels
 
 __all__ = [
     "JoinedPart",
     "JoinedProduct",
     "PackedLinear",
+    "cpu_backend",
     "pack_linear_layers",
     "weight_bytes",
 ]
 
 _CPU = torch.device("cpu")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _JOINED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 # A read of dtype, device or shape is answered by PackedWeight; any other needs the plain weight.
@@ -71,7 +71,7 @@ class PackedLinear(nn.Module):
 
     def add_to(self, other: Tensor, x: Tensor) -> Tensor:
         """`other` plus the product, `[num_rows, out_features]`, in one pass; float32."""
-        return _backend().linear(x, self.packed, self.bias, other)
+        return cpu_backend().linear(x, self.packed, self.bias, other)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
@@ -188,14 +188,14 @@ def _pack_children(parent: nn.Module, plain: frozenset[str]) -> None:
         child = parent.get_submodule(name)
         if _is_packable_linear(child):
             setattr(parent, name, PackedLinear(child.weight, child.bias))
-        elif type(child) is Conv1D and child.weight.dtype in _DTYPES:
+        elif type(child) is Conv1D and child.weight.dtype in WEIGHT_DTYPES:
             # GPT-2 stores [in, out]; its own F.addmm is not batch-invariant.
             setattr(parent, name, PackedLinear(child.weight.T, child.bias))
 
 
 def _is_packable_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     # A subclass (quantized, LoRA, ...) multiplies in its own way.
-    return type(module) is nn.Linear and module.weight.dtype in _DTYPES
+    return type(module) is nn.Linear and module.weight.dtype in WEIGHT_DTYPES
 
 
 def _read_weights(kind: type[nn.Module]) -> frozenset[str]:
@@ -220,12 +220,13 @@ def _join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> 
 
 
 @lru_cache
-def _backend() -> CpuBackend:
+def cpu_backend() -> CpuBackend:
+    """The kernels that models multiply with."""
     return CpuBackend.choose()
 
 
 def _multiply(x: Tensor, packed: WeightPanels, bias: Tensor | None) -> Tensor:
     """In float32, rounded to the type of `x` at the end; `[..., in_features]`."""
     rows = x.reshape(-1, packed.in_features).float()
-    result = _backend().linear(rows, packed, bias)
+    result = cpu_backend().linear(rows, packed, bias)
     return result.view(*x.shape[:-1], packed.out_features).to(x.dtype)
