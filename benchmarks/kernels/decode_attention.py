@@ -2,9 +2,9 @@
 
     python benchmarks/kernels/decode_attention.py [--tokens 4096] [--threads 2]
 
-One query token attends over the cached tokens; blocks lie in random order. Arms take turns, so that
-a busy moment of the machine hits all of them, and every arm gets new memory some times, whose place
-alone can make it a few percent faster; medians are given. `Mtok·heads/s` counts cached tokens times
+One query token attends over the cached tokens; blocks lie in random order. Arms take turns in random
+order, so that a busy moment of the machine hits all of them, and what the arm before left in the
+processor's cache; some times they get new memory. Medians are given. `Mtok·heads/s` counts cached tokens times
 KV heads. The last line is one JSON object.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -118,7 +119,7 @@ def time_arms(
     for round_number in range(rounds):
         if round_number % ROUNDS_IN_PLACE == 0:  # the old arms go after the new ones have come
             arms = {name: prepare(name, shape, num_tokens, backend) for name in names}
-        for name, arm in arms.items():
+        for name, arm in random.sample(list(arms.items()), len(arms)):
             arm.run(backend)  # warm: the arm before has used the cache
             start = time.perf_counter()
             for _ in range(4):

@@ -18,7 +18,7 @@ struct Simd {
   static constexpr const char* kName = "avx512";
 #endif
   static constexpr int kMaxRows = 12;
-  static constexpr float kE4M3Unit = 256.0f;
+  static constexpr float kE4M3Unit = 0x1p120f;
 
   using Float = __m512;
   using Int = __m512i;
@@ -41,8 +41,9 @@ struct Simd {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_32_bytes(p)), 16));
   }
   TIGHTKV_INLINE static Float load_e4m3_over_unit(const uint8_t* p) {
-    const __m256i x = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_16_bytes(p)), 7);
-    return _mm512_cvtph_ps(_mm256_and_si256(x, _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));
+    const __m512i x = _mm512_slli_epi32(_mm512_cvtepi8_epi32(load_16_bytes(p)), 20);
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0x87f00000u))));
   }
   TIGHTKV_INLINE static Float load_e5m2(const uint8_t* p) {
     return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(load_16_bytes(p)), 8));
