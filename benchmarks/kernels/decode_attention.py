@@ -2,10 +2,10 @@
 
     python benchmarks/kernels/decode_attention.py [--tokens 4096] [--threads 2]
 
-One query token attends over the cached tokens; blocks lie in random order. Arms take turns in random
-order, so that a busy moment of the machine hits all of them, and what the arm before left in the
-processor's cache; some times they get new memory. Medians are given. `Mtok·heads/s` counts cached tokens times
-KV heads. The last line is one JSON object.
+One query token attends over the cached tokens; blocks lie in random order. Arms take turns in
+random order, so that a busy moment of the machine hits all of them, and what the arm before left
+in the processor's cache; some times they get new memory. Medians are given. `Mtok·heads/s` counts
+cached tokens times KV heads. The last line is one JSON object.
 """
 
 from __future__ import annotations
