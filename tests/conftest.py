@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -15,3 +17,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What engines keep for the next start is not kept in the home of who runs the tests."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    with mock.patch.dict(os.environ, {"TIGHTKV_CACHE_DIR": folder}):
+        yield

@@ -1,5 +1,6 @@
 """TightKV: LLM inference on a KV cache that is paged, quantized, calibrated and measured."""
 
+from tightkv.calibration import get_kv_cache_scales
 from tightkv.config import EngineConfig
 from tightkv.engine.llm_engine import LLMEngine
 from tightkv.engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -21,4 +22,5 @@ __all__ = [
     "SamplingParams",
     "TensorScale",
     "TightKVError",
+    "get_kv_cache_scales",
 ]

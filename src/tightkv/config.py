@@ -57,7 +57,15 @@ class CacheConfig:
     k_cache_dtype: str | None = _option(None, "format of K alone; default: --kv-cache-dtype")
     v_cache_dtype: str | None = _option(None, "format of V alone; default: --kv-cache-dtype")
     kv_cache_dtype_skip_layers: tuple[str, ...] = _option(
-        (), "layers kept in the model's data type: indices, negative from the end", item=str
+        (),
+        "layers kept in the model's data type: indices, negative from the end, ranges as 0-7, "
+        "or sliding_window",
+        item=str,
+    )
+    quantization_config_path: str | None = _option(
+        None,
+        "scales file of `tightkv calibrate`, which decides format and scales of each layer; auto "
+        "makes one at the first start from text of the model's own",
     )
     block_size: int = _option(16, "tokens per block, a multiple of 16")
     kv_cache_memory_bytes: int | None = _option(

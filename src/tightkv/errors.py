@@ -7,6 +7,7 @@ TightKVError
 │   └── InsufficientMemoryError          the KV cache does not fit; says how much is missing
 ├── CheckpointError                      a model folder or file that cannot be read
 ├── ScaleError                           KV scales that are missing, surplus or not usable
+├── OutputError                          a file that cannot be written
 ├── RequestError (also ValueError)       one request is wrong; no other request is touched
 │   ├── InvalidSamplingParamsError
 │   └── PromptTooLongError
@@ -23,6 +24,7 @@ __all__ = [
     "InsufficientMemoryError",
     "InvalidSamplingParamsError",
     "KernelError",
+    "OutputError",
     "PromptTooLongError",
     "RequestError",
     "ScaleError",
@@ -58,6 +60,10 @@ class CheckpointError(TightKVError):
 
 class ScaleError(TightKVError):
     """KV scales that are missing, surplus, of the wrong shape, or not finite and positive."""
+
+
+class OutputError(TightKVError):
+    """A file that cannot be written."""
 
 
 class RequestError(TightKVError, ValueError):

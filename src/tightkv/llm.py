@@ -8,12 +8,13 @@ from collections.abc import Sequence as Seq
 from numbers import Integral
 from typing import Any
 
+from tightkv.calibration import calibrate_at_start
 from tightkv.config import EngineConfig
 from tightkv.engine.llm_engine import LLMEngine
 from tightkv.engine.outputs import RequestOutput
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.errors import RequestError
-from tightkv.models import LoadedModel
+from tightkv.models import LoadedModel, render_chat
 
 __all__ = ["LLM"]
 
@@ -44,6 +45,7 @@ class LLM:
         loaded = model if isinstance(model, LoadedModel) else None
         name = model.name if isinstance(model, LoadedModel) else model
         config = EngineConfig.from_options({"model": name, **options})
+        config, loaded = calibrate_at_start(config, loaded)
         self.engine = LLMEngine(config, model=loaded)
         self._ids = itertools.count()
 
@@ -101,23 +103,7 @@ class LLM:
 
     def render_chat(self, messages: Any, **template_arguments: Any) -> str:
         """A conversation as the text that the model is asked to continue."""
-        tokenizer = self.model.tokenizer
-        if tokenizer.chat_template is None:
-            raise RequestError(
-                f"{self.model.name} has no chat template: give one with --chat-template, or use "
-                "generate."
-            )
-        try:
-            text = tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **template_arguments
-            )
-        except Exception as error:  # a template is a program of somebody else
-            reason = " ".join(str(error).split())
-            raise RequestError(
-                f"The chat template cannot render these messages ({reason}): check roles and "
-                "contents."
-            ) from error
-        return str(text)
+        return render_chat(self.model, messages, add_generation_prompt=True, **template_arguments)
 
     def _run(
         self,

@@ -392,7 +392,7 @@ def test_formats_by_layer_and_the_log(folder: Path, caplog: pytest.LogCaptureFix
     tokens = llm.engine.plan.num_tokens
     assert f"CPU KV cache size: {tokens:,} tokens" in caplog.text
     assert "Maximum concurrency for 512 tokens per request: " in caplog.text
-    assert "K int8 (dynamic per token and head), V fp8_e5m2 (layers 0)" in caplog.text
+    assert "K int8 (static per channel, dynamic per token and head), V fp8_e5m2" in caplog.text
     assert "scale 1" in caplog.text
     assert "Kernel: C++" in caplog.text
 

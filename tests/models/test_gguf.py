@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tightkv.config import ModelConfig
 from tightkv.errors import CheckpointError, InsufficientMemoryError, UnsupportedModelError
 from tightkv.models import gguf
-from tightkv.models.gguf import convert_gguf, default_cache_dir
+from tightkv.models.gguf import convert_gguf
 from tightkv.models.loader import load_model
 from tiny_models import BOS, EOS, VOCAB_SIZE, tiny_tokenizer
 
@@ -210,17 +210,6 @@ def test_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     with pytest.raises(CheckpointError, match="TIGHTKV_CACHE_DIR"):
         convert_gguf(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache")
-
-
-def test_default_cache_dir(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIGHTKV_CACHE_DIR", "/a")
-    assert default_cache_dir() == Path("/a/models")
-    monkeypatch.delenv("TIGHTKV_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert default_cache_dir() == Path("/b/tightkv/models")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert default_cache_dir() == Path("/home/someone/.cache/tightkv/models")
 
 
 @pytest.mark.slow

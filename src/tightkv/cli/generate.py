@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -20,6 +17,7 @@ from tightkv.cli.options import add_engine_flags, engine_options
 from tightkv.engine.outputs import RequestOutput
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.errors import RequestError
+from tightkv.files import atomic_file, check_target
 from tightkv.llm import LLM
 
 __all__ = ["add_parser"]
@@ -85,27 +83,19 @@ def run(arguments: argparse.Namespace) -> int:
     )
     prompts = _collect(arguments)
     if arguments.output is not None:
-        _check_target(arguments.output)
+        check_target(arguments.output)
     llm = LLM(**engine_options(arguments))
     outputs = _answer(llm, prompts, sampling)
     if arguments.output is None:
         _print(outputs)
     else:
-        with atomic_writer(arguments.output) as file:
+        with atomic_file(arguments.output) as file:
             for output in outputs:
-                file.write(json.dumps(_record(output), ensure_ascii=False) + "\n")
+                file.write(json.dumps(_record(output), ensure_ascii=False).encode() + b"\n")
     failed = [output for output in outputs if output.error]
     for output in failed:
         print(f"error: request {output.request_id}: {output.error}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _check_target(path: Path) -> None:
-    """Notice before the work what would fail after it."""
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise RequestError(
-            f"{path} cannot be written: name a file in a folder that exists and may be written to."
-        )
 
 
 def _collect(arguments: argparse.Namespace) -> list[Any]:
@@ -186,25 +176,3 @@ def _record(output: RequestOutput) -> dict[str, Any]:
         "num_cached_tokens": output.num_cached_tokens,
         "error": output.error,
     }
-
-
-@contextmanager
-def atomic_writer(path: Path) -> Iterator[TextIO]:
-    """A file that appears under `path` only when all of it is written."""
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise RequestError(
-            f"{path} cannot be written ({error.strerror}): choose another."
-        ) from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            yield file
-        # mkstemp lets nobody else read; a file made in the usual way would.
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from tightkv import __version__
-from tightkv.cli import generate
+from tightkv.cli import calibrate, generate
 from tightkv.errors import TightKVError
 
 __all__ = ["main"]
@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate.add_parser(commands)
+    calibrate.add_parser(commands)
     return parser
 
 

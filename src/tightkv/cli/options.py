@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
@@ -16,9 +16,12 @@ __all__ = ["add_engine_flags", "engine_options", "parse_bytes"]
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each field of `EngineConfig`'s parts, and the model as an argument."""
-    for name, part in PARTS.items():
+def add_engine_flags(
+    parser: argparse.ArgumentParser, parts: Collection[str] = tuple(PARTS)
+) -> None:
+    """Add a flag for each field of parts of `EngineConfig`, and the model as an argument."""
+    for name in parts:
+        part = PARTS[name]
         group = parser.add_argument_group(f"{name} options")
         types = get_type_hints(part)
         for option in fields(part):
@@ -34,10 +37,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The flags that were given, as options of `EngineConfig.from_options`."""
+def engine_options(
+    arguments: argparse.Namespace, parts: Collection[str] = tuple(PARTS)
+) -> dict[str, Any]:
+    """The flags of these parts that were given, as options of `EngineConfig.from_options`."""
     given: Mapping[str, Any] = vars(arguments)
-    names = [option.name for part in PARTS.values() for option in fields(part)]
+    names = [option.name for part in parts for option in fields(PARTS[part])]
     return {name: given[name] for name in names if name in given}
 
 

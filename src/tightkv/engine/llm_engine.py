@@ -6,13 +6,24 @@ import hashlib
 import operator
 import random
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
-from tightkv.config import EngineConfig
+from tightkv.config import CacheConfig, EngineConfig
 from tightkv.engine.batch import build_forward_batch
+from tightkv.engine.channel_probe import probe_factors
+from tightkv.engine.clip_watch import ClipWatch
 from tightkv.engine.detokenizer import IncrementalDetokenizer
 from tightkv.engine.model_runner import ModelRunner
 from tightkv.engine.output_processor import LogitsObserver, OutputProcessor
 from tightkv.engine.outputs import FinishReason
+from tightkv.engine.policy import (
+    PolicySources,
+    log_sources,
+    probed_layers,
+    resolve_policy,
+    scales_of,
+    with_probe,
+)
 from tightkv.engine.request import Request
 from tightkv.engine.resolve import (
     check_config,
@@ -26,19 +37,20 @@ from tightkv.engine.sampling_params import SamplingParams
 from tightkv.engine.scheduler import MAX_PROMPT_LOGPROBS_ROWS, ScheduledChunk, Scheduler
 from tightkv.engine.sequence import Sequence
 from tightkv.errors import EngineError, PromptTooLongError, RequestError
+from tightkv.formats import KVCachePolicy
 from tightkv.formats.registry import dtype_name
 from tightkv.kernels import Backend, select_backend
 from tightkv.kvcache import KVCacheManager, KVCacheStorage, LayerGroup, group_layers
 from tightkv.metrics import EngineStats
 from tightkv.models import (
+    Checkpoint,
     LoadedModel,
     ModelGeometry,
-    fuse_decoder_layers,
+    geometry_without_weights,
     load_model,
     one_line,
     peak_activation_bytes,
-    probe_geometry,
-    use_paged_attention,
+    prepare_model,
 )
 from tightkv.planning import PoolRequest, available_memory, plan_memory
 
@@ -75,24 +87,29 @@ class LLMEngine:
         total_bytes = available_memory()
         if model is not None and total_bytes is not None:
             total_bytes += model.weight_bytes  # in memory already, and planned for below
-        self.model = model or load_model(config.model, self.device)
-        use_paged_attention(self.model.model)
-        fuse_decoder_layers(self.model.model)
-        geometry = probe_geometry(self.model.model)
-        groups = group_layers(resolve_specs(config.cache, geometry, self.model.dtype))
+        sources = PolicySources.read(config.cache)
+        self.model = model or load_model(
+            config.model, self.device, lambda known: _check_policy(config.cache, sources, known)
+        )
+        geometry = prepare_model(self.model.model)
+        self._policy = self._decide_policy(config.cache, geometry, sources)
+        groups = group_layers(
+            resolve_specs(self._policy, geometry, config.cache.block_size, self.model.dtype)
+        )
         self.plan = plan_memory(groups, config.cache, self._pool_request(config, total_bytes))
-        self.config = resolve_config(config, self.plan, dtype_name(self.model.dtype))
+        self.config = resolve_config(config, self.plan, self._policy, dtype_name(self.model.dtype))
         self.storage = self._allocate(groups, geometry)
         log_plan(self.device, self.plan, groups, f"{self._backend.name} ({self._backend.reason})")
         self.manager = KVCacheManager(
             num_groups=len(groups),
             num_blocks=self.plan.num_blocks,
             block_size=config.cache.block_size,
-            seed=hashlib.sha256(self.model.name.encode() + self.storage.fingerprint()).digest(),
+            seed=self._cache_seed(),
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )
         self.stats = EngineStats()
         self.scheduler = Scheduler(self.config.scheduler, self.manager, self.stats)
+        self._clip_watch = ClipWatch(self.storage)
         self._runner = ModelRunner(self.model, self.storage)
         self._processor = OutputProcessor(self.model.tokenizer, self.model.eos_token_ids)
         self._requests: dict[str, Request] = {}
@@ -167,7 +184,11 @@ class LLMEngine:
             self._processor.process(batch, self._runner.execute(batch))
         except Exception as error:
             raise self._fail(chunks, error) from error
-        return self._settle(chunks)
+        settled = self._settle(chunks)
+        rates = self._clip_watch.after_step(is_idle=not self.scheduler.has_work)
+        if rates is not None:
+            self.stats.clip_rates = rates
+        return settled
 
     def _fail(self, chunks: Seq[ScheduledChunk], error: Exception) -> EngineError:
         """End the requests of a step that broke, so that it is not run again and again."""
@@ -288,15 +309,43 @@ class LLMEngine:
             return budget
         return max(budget, config.model.max_model_len or self.model.max_position)
 
+    def _decide_policy(
+        self, cache: CacheConfig, geometry: ModelGeometry, sources: PolicySources
+    ) -> KVCachePolicy:
+        """Formats and scales of every layer, those of a probe too."""
+        sources = replace(sources, checkpoint=self.model.kv_scales)
+        sources.check_identity(self.model.identity)
+        policy: KVCachePolicy = resolve_policy(cache, geometry, sources)
+        if probed_layers(policy):
+            factors = probe_factors(self.model, geometry, self._backend, self.device)
+            policy = with_probe(policy, factors)
+        log_sources(policy, sources)
+        return policy
+
+    def _cache_seed(self) -> bytes:
+        """Differs whenever equal tokens would have other bytes in the cache."""
+        identity = self.model.identity
+        facts = f"{identity.architecture} {identity.weights} {self.model.dtype}"
+        return hashlib.sha256(facts.encode() + self.storage.fingerprint()).digest()
+
     def _allocate(self, groups: tuple[LayerGroup, ...], geometry: ModelGeometry) -> KVCacheStorage:
         return KVCacheStorage(
             groups,
             self.plan.num_blocks,
             self.device,
             self._backend,
-            self.config.cache.kv_cache_scales,
+            scales_of(self._policy),
             geometry.kv_sources,
         )
+
+
+def _check_policy(cache: CacheConfig, sources: PolicySources, known: Checkpoint) -> None:
+    """Refuse scales that do not fit, before the weights load; the engine checks again after it."""
+    sources = replace(sources, checkpoint=known.kv_scales)
+    sources.check_identity(known.identity)
+    geometry = geometry_without_weights(known.config)
+    if geometry is not None:
+        resolve_policy(cache, geometry, sources)
 
 
 def _as_ints(token_ids: Seq[int]) -> list[int]:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
 from tightkv.config import CacheConfig, EngineConfig
+from tightkv.engine.policy import check_skip_layers, layer_ranges
 from tightkv.errors import ConfigError, ScaleError
 from tightkv.formats import (
     KV_CACHE_DTYPES,
-    KVCacheScales,
-    LayerScales,
+    KVCachePolicy,
+    LayerPolicy,
     TensorFormat,
-    TensorScale,
+    TensorPolicy,
     resolve_format,
 )
-from tightkv.formats.registry import takes_scales
 from tightkv.kvcache import KVCacheSpec, LayerGroup
 from tightkv.models import LayerGeometry, ModelGeometry
 from tightkv.planning import MemoryPlan
@@ -45,8 +46,7 @@ def check_config(config: EngineConfig) -> None:
         )
     if config.device.device not in ("auto", "cpu"):
         raise ConfigError(f"Unknown device {config.device.device!r}: choose auto or cpu.")
-    for layer in cache.kv_cache_dtype_skip_layers:
-        _layer_index(layer)
+    check_skip_layers(cache)
     positive = {
         "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,
         "max_model_len": config.model.max_model_len,
@@ -70,41 +70,35 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_specs(
-    cache: CacheConfig, geometry: ModelGeometry, model_dtype: torch.dtype
+    policy: KVCachePolicy, geometry: ModelGeometry, block_size: int, model_dtype: torch.dtype
 ) -> tuple[KVCacheSpec, ...]:
-    """Formats of K and V of every layer.
+    """What every layer stores.
 
     Raises:
-        ConfigError: for a skipped layer that the model does not have.
-        ScaleError: for scales of layers that do not exist, or that their format cannot use.
+        ScaleError: for scales that their format cannot use.
     """
-    scales: KVCacheScales = cache.kv_cache_scales or {}
-    surplus = set(scales) - {layer.layer_idx for layer in geometry.layers}
-    if surplus:
-        raise ScaleError(
-            f"There are scales for layers {sorted(surplus)}, which store no K and V in this model: "
-            "they were made for another model."
-        )
-    skipped = _skipped_layers(cache, geometry)
     return tuple(
-        _spec(cache, layer, model_dtype, scales, layer.layer_idx in skipped)
-        for layer in geometry.layers
+        _spec(layer, policy[layer.layer_idx], block_size, model_dtype) for layer in geometry.layers
     )
 
 
-def resolve_config(config: EngineConfig, plan: MemoryPlan, model_dtype: str) -> EngineConfig:
+def resolve_config(
+    config: EngineConfig, plan: MemoryPlan, policy: KVCachePolicy, model_dtype: str
+) -> EngineConfig:
     """The configuration with every "auto" and None replaced by what was decided."""
-    cache = config.cache
+    k_dtype = _of_most_layers((of.k for of in policy.values()), model_dtype)
+    v_dtype = _of_most_layers((of.v for of in policy.values()), model_dtype)
+    cache = replace(
+        config.cache,
+        k_cache_dtype=k_dtype,
+        v_cache_dtype=v_dtype,
+        kv_cache_dtype=k_dtype,
+        kv_cache_memory_bytes=plan.pool_bytes,
+    )
     return replace(
         config,
         model=replace(config.model, dtype=model_dtype, max_model_len=plan.max_model_len),
-        cache=replace(
-            cache,
-            k_cache_dtype=_or_auto(_dtypes(cache)[0], model_dtype),
-            v_cache_dtype=_or_auto(_dtypes(cache)[1], model_dtype),
-            kv_cache_dtype=_or_auto(cache.kv_cache_dtype, model_dtype),
-            kv_cache_memory_bytes=plan.pool_bytes,
-        ),
+        cache=cache,
         device=replace(config.device, device=resolve_device(config.device.device).type),
     )
 
@@ -123,7 +117,7 @@ def log_plan(
             len(specs),
             k_format,
             v_format,
-            _ranges(layers),
+            layer_ranges(layers),
         )
     remarks = {f.remark() for spec in specs for f in (spec.k_format, spec.v_format)}
     for remark in sorted(remark for remark in remarks if remark):
@@ -159,11 +153,6 @@ def _check_dtypes(cache: CacheConfig) -> None:
             raise ConfigError(
                 f"Unknown {name} {value!r}: choose one of {', '.join(KV_CACHE_DTYPES)}."
             )
-    if cache.kv_cache_scales and not any(map(takes_scales, _dtypes(cache))):
-        raise ScaleError(
-            f"There are scales, but neither {' nor '.join(_dtypes(cache))} takes any: leave them "
-            "out, or choose int8, fp8_e4m3 or fp8_e5m2."
-        )
     default = CacheConfig().kv_cache_dtype
     if cache.kv_cache_dtype != default and cache.k_cache_dtype and cache.v_cache_dtype:
         raise ConfigError(
@@ -173,92 +162,32 @@ def _check_dtypes(cache: CacheConfig) -> None:
         )
 
 
-def _skipped_layers(cache: CacheConfig, geometry: ModelGeometry) -> set[int]:
-    known = [layer.layer_idx for layer in geometry.layers]
-    num_layers = max([*known, *geometry.kv_sources]) + 1
-    skipped = set()
-    for given in cache.kv_cache_dtype_skip_layers:
-        index = _layer_index(given)
-        layer = index + num_layers if index < 0 else index
-        if layer not in known:
-            raise ConfigError(
-                f"kv_cache_dtype_skip_layers has {index}, but the layers with a cache are "
-                f"{_ranges(known)}: choose among them, or count from the end with -1."
-            )
-        skipped.add(layer)
-    return skipped
-
-
-def _layer_index(given: str) -> int:
-    try:
-        return int(given)
-    except ValueError:
-        raise ConfigError(
-            f"kv_cache_dtype_skip_layers has {given!r}: give layer indices, as 0 1 -1."
-        ) from None
-
-
 def _spec(
-    cache: CacheConfig,
-    layer: LayerGeometry,
-    model_dtype: torch.dtype,
-    scales: KVCacheScales,
-    is_skipped: bool,
+    layer: LayerGeometry, policy: LayerPolicy, block_size: int, model_dtype: torch.dtype
 ) -> KVCacheSpec:
-    of_layer = scales.get(layer.layer_idx, LayerScales())
-    if is_skipped and (of_layer.k or of_layer.v):
-        raise ScaleError(
-            f"Layer {layer.layer_idx} is in kv_cache_dtype_skip_layers and has scales too: remove "
-            "one of them."
-        )
-    k_dtype, v_dtype = ("auto", "auto") if is_skipped else _dtypes(cache)
-    if scales and not is_skipped:
-        for name, dtype, scale in (("K", k_dtype, of_layer.k), ("V", v_dtype, of_layer.v)):
-            if takes_scales(dtype) and scale is None:
-                raise ScaleError(
-                    f"There are scales, but none for {name} of layer {layer.layer_idx}: add them, "
-                    "or skip the layer."
-                )
-
-    def tensor_format(name: str, dtype: str, scale: TensorScale | None, size: int) -> TensorFormat:
+    def tensor_format(name: str, tensor: TensorPolicy) -> TensorFormat:
         try:
-            if scale is not None:
-                scale.per_channel(layer.num_kv_heads, size)
-            return resolve_format(dtype, model_dtype, scale)
+            return resolve_format(tensor.kv_cache_dtype, model_dtype, tensor.scale)
         except ScaleError as error:
             raise ScaleError(f"{name} of layer {layer.layer_idx}: {error}") from error
 
     return KVCacheSpec(
         layer_idx=layer.layer_idx,
-        block_size=cache.block_size,
+        block_size=block_size,
         num_kv_heads=layer.num_kv_heads,
         head_size=layer.head_size,
         value_size=layer.value_size,
-        k_format=tensor_format("K", k_dtype, of_layer.k, layer.head_size),
-        v_format=tensor_format("V", v_dtype, of_layer.v, layer.value_size),
+        k_format=tensor_format("K", policy.k),
+        v_format=tensor_format("V", policy.v),
         sliding_window=layer.sliding_window,
     )
 
 
-def _dtypes(cache: CacheConfig) -> tuple[str, str]:
-    """What was asked for K and for V."""
-    return cache.k_cache_dtype or cache.kv_cache_dtype, cache.v_cache_dtype or cache.kv_cache_dtype
-
-
-def _or_auto(name: str, model_dtype: str) -> str:
+def _of_most_layers(tensors: Iterable[TensorPolicy], model_dtype: str) -> str:
+    names = Counter(tensor.kv_cache_dtype for tensor in tensors)
+    name = names.most_common(1)[0][0]
     return model_dtype if name == CacheConfig().kv_cache_dtype else name
 
 
 def _described(spec: KVCacheSpec) -> tuple[str, str]:
     return spec.k_format.describe(), spec.v_format.describe()
-
-
-def _ranges(indices: list[int]) -> str:
-    """[0, 1, 2, 5] → "0-2, 5"."""
-    runs: list[list[int]] = []
-    for index in sorted(indices):
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)

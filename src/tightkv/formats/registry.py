@@ -8,7 +8,16 @@ from tightkv.errors import ScaleError, UnsupportedFormatError
 from tightkv.formats.base import CODE_TYPES, TensorFormat
 from tightkv.formats.scales import TensorScale
 
-__all__ = ["KV_CACHE_DTYPES", "UNSCALED_DTYPES", "dtype_name", "resolve_format", "takes_scales"]
+__all__ = [
+    "KV_CACHE_DTYPES",
+    "UNSCALED_DTYPES",
+    "canonical",
+    "dtype_name",
+    "needs_scale",
+    "resolve_format",
+    "takes_scales",
+    "wants_probe",
+]
 
 _ALIASES = {"fp8": "fp8_e4m3"}
 UNSCALED_DTYPES = ("float32", "float16", "bfloat16")
@@ -27,10 +36,25 @@ KV_CACHE_DTYPES = (
 """Every string that `--kv-cache-dtype` takes."""
 
 
+def canonical(kv_cache_dtype: str) -> str:
+    """The dtype's own name: "fp8" → "fp8_e4m3"."""
+    return _ALIASES.get(kv_cache_dtype, kv_cache_dtype)
+
+
 def takes_scales(kv_cache_dtype: str) -> bool:
     """Whether static scales can go with the dtype."""
-    name = _ALIASES.get(kv_cache_dtype, kv_cache_dtype)
+    name = canonical(kv_cache_dtype)
     return name in CODE_TYPES and name not in UNSCALED_DTYPES
+
+
+def needs_scale(kv_cache_dtype: str) -> bool:
+    """Whether a scales file must have a scale: without, what the dtype means would be unclear."""
+    return takes_scales(kv_cache_dtype) and canonical(kv_cache_dtype) != "fp8_e5m2"
+
+
+def wants_probe(kv_cache_dtype: str) -> bool:
+    """Whether channel factors come from a probe where there are no scales."""
+    return kv_cache_dtype == "int8"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -10,7 +10,17 @@ import torch
 from tightkv.errors import ScaleError
 from tightkv.formats.base import Granularity
 
-__all__ = ["KVCacheScales", "LayerScales", "TensorScale"]
+__all__ = [
+    "KVCachePolicy",
+    "KVCacheScales",
+    "LayerPolicy",
+    "LayerScales",
+    "TensorPolicy",
+    "TensorScale",
+    "audible",
+]
+
+_QUIETEST = 0.01
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,3 +88,41 @@ class LayerScales:
 
 KVCacheScales = Mapping[int, LayerScales]
 """Static scales by layer index."""
+
+
+def audible(magnitude: torch.Tensor) -> torch.Tensor:
+    """Magnitudes by channel `[num_kv_heads, size]`, none of them 0.
+
+    A channel below a hundredth of its head's median counts as that loud, so that one which was
+    silent on some text does not blow up what it says later.
+    """
+    quietest = _QUIETEST * magnitude.median(dim=-1, keepdim=True).values
+    heard = torch.maximum(magnitude, quietest)
+    return torch.where(heard > 0, heard, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPolicy:
+    """How K or V of one layer is to be stored.
+
+    Attributes:
+        kv_cache_dtype: one of `KV_CACHE_DTYPES`.
+        scale: its static scale, where it has one.
+        source: where the scale comes from, for the log.
+    """
+
+    kv_cache_dtype: str
+    scale: TensorScale | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPolicy:
+    """How K and V of one layer are to be stored."""
+
+    k: TensorPolicy
+    v: TensorPolicy
+
+
+KVCachePolicy = Mapping[int, LayerPolicy]
+"""By layer index."""

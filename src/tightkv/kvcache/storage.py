@@ -58,6 +58,7 @@ class KVCacheStorage:
         self._group_of: dict[int, int] = {}
         self._layers: dict[int, LayerCache] = {}
         self._clip_counts: dict[int, torch.Tensor] = {}
+        self._num_written: dict[int, int] = {}
         for index, group in enumerate(groups):
             for spec in group.specs:
                 backend.check_layout(spec.layout)
@@ -65,6 +66,7 @@ class KVCacheStorage:
                 self._group_of[spec.layer_idx] = index
                 self._layers[spec.layer_idx] = _allocate(spec, num_blocks, device, layer_scales)
                 self._clip_counts[spec.layer_idx] = torch.zeros(2, dtype=torch.int64, device=device)
+                self._num_written[spec.layer_idx] = 0
 
     @property
     def num_bytes(self) -> int:
@@ -77,6 +79,15 @@ class KVCacheStorage:
             layer: (int(counts[0]), int(counts[1])) for layer, counts in self._clip_counts.items()
         }
 
+    def clip_rates(self) -> dict[int, tuple[float, float]]:
+        """Clipped values of K and of V as shares of those written so far, by layer."""
+        rates = {}
+        for layer, (k, v) in self.clip_counts().items():
+            layout = self._layers[layer].layout
+            heads = max(1, self._num_written[layer]) * layout.num_kv_heads
+            rates[layer] = (k / (heads * layout.head_size), v / (heads * layout.value_size))
+        return rates
+
     def layer(self, layer_idx: int) -> LayerCache:
         """Blocks and formats that a layer reads."""
         return self._layers[self._source(layer_idx)]
@@ -87,6 +98,7 @@ class KVCacheStorage:
         """Store K and V `[num_tokens, num_kv_heads, size]`, unless another layer stores them."""
         if layer_idx in self._kv_sources:
             return
+        self._num_written[layer_idx] += len(key)
         reshape_and_cache(
             self.backend,
             self._layers[layer_idx],

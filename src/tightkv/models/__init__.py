@@ -2,21 +2,36 @@
 
 from tightkv.models.activation import peak_activation_bytes
 from tightkv.models.attention import AttentionCall, attend_with, use_paged_attention
+from tightkv.models.chat_template import render_chat
+from tightkv.models.checkpoint import ModelIdentity
+from tightkv.models.checkpoint_scales import CheckpointScales
 from tightkv.models.compatibility import one_line
 from tightkv.models.decoder_layer import fuse_decoder_layers
-from tightkv.models.geometry import LayerGeometry, ModelGeometry, probe_geometry
-from tightkv.models.loader import LoadedModel, load_model
+from tightkv.models.geometry import (
+    LayerGeometry,
+    ModelGeometry,
+    geometry_without_weights,
+    probe_geometry,
+)
+from tightkv.models.loader import Checkpoint, LoadedModel, load_model
+from tightkv.models.prepare import prepare_model
 
 __all__ = [
     "AttentionCall",
+    "Checkpoint",
+    "CheckpointScales",
     "LayerGeometry",
     "LoadedModel",
     "ModelGeometry",
+    "ModelIdentity",
     "attend_with",
     "fuse_decoder_layers",
+    "geometry_without_weights",
     "load_model",
     "one_line",
     "peak_activation_bytes",
+    "prepare_model",
     "probe_geometry",
+    "render_chat",
     "use_paged_attention",
 ]

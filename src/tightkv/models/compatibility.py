@@ -20,6 +20,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as untyped_logging
 
 from tightkv.errors import CheckpointError, UnsupportedModelError
+from tightkv.models.checkpoint_scales import only_the_cache_is_quantized
 
 __all__ = [
     "check_checkpoint_folder",
@@ -179,7 +180,7 @@ def _check_quantization(config: PreTrainedConfig) -> None:
 
 
 def _check_weight_format(model_type: str, settings: object) -> None:
-    if settings is None:
+    if settings is None or only_the_cache_is_quantized(settings):
         return
     method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
     try:

@@ -5,16 +5,28 @@ Head sizes, KV heads and windows can differ by layer, and no config says so in o
 
 from __future__ import annotations
 
+import copy
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tightkv.errors import TightKVError, UnsupportedModelError
-from tightkv.models.attention import AttentionCall, attend_with
-from tightkv.models.compatibility import one_line
+from tightkv.models.attention import AttentionCall, attend_with, use_paged_attention
+from tightkv.models.compatibility import one_line, quiet_transformers
 
-__all__ = ["LayerGeometry", "ModelGeometry", "probe_geometry", "stand_in"]
+__all__ = [
+    "LayerGeometry",
+    "ModelGeometry",
+    "geometry_without_weights",
+    "probe_geometry",
+    "stand_in",
+]
+
+
+_logger = logging.getLogger("tightkv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +111,21 @@ def probe_geometry(model: PreTrainedModel) -> ModelGeometry:
     layers = tuple(probe.layers[layer] for layer in sorted(probe.layers))
     _check_windows(model.config, layers)
     return ModelGeometry(layers, probe.kv_sources)
+
+
+def geometry_without_weights(config: PreTrainedConfig) -> ModelGeometry | None:
+    """All shapes from the config alone; None where the model's code cannot run without weights."""
+    untyped: Any = AutoModelForCausalLM
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            model = untyped.from_config(
+                copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation="eager"
+            )
+            use_paged_attention(model)
+            return probe_geometry(model)
+    except Exception as error:  # whatever the code of a hundred architectures stumbles over
+        _logger.debug("no shapes without weights: %s", one_line(error))
+        return None
 
 
 def _run(model: PreTrainedModel, probe: _Probe) -> int:

@@ -7,11 +7,9 @@ second start must be fast, and nothing may be lost.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -29,16 +27,16 @@ from transformers import (
 )
 
 from tightkv.errors import CheckpointError, InsufficientMemoryError, UnsupportedModelError
+from tightkv.files import cache_folder
+from tightkv.models.checkpoint import sample_digest
 from tightkv.models.compatibility import check_model, one_line, quiet_transformers
 
-__all__ = ["convert_gguf", "default_cache_dir"]
+__all__ = ["convert_gguf"]
 
 _logger = logging.getLogger("tightkv")
 
 # Part of the key: raise it when a conversion would come out differently.
 _FORMAT = 1
-_SAMPLES = 16
-_SAMPLE_BYTES = 1 << 20
 _FLOAT32_BYTES = 4
 # Tokenizer, configs and file system overhead.
 _SPARE_BYTES = 64 << 20
@@ -51,7 +49,7 @@ def convert_gguf(path: Path, cache_dir: Path | None = None) -> Path:
 
     Args:
         path: the GGUF file.
-        cache_dir: where converted models are kept; default `default_cache_dir()`.
+        cache_dir: where converted models are kept; default `cache_folder("models")`.
 
     Returns:
         The folder, complete: it appears by one rename, so two processes may convert at once.
@@ -63,7 +61,7 @@ def convert_gguf(path: Path, cache_dir: Path | None = None) -> Path:
     """
     if not path.is_file():
         raise CheckpointError(f"There is no GGUF file {path}: check the path.")
-    models = cache_dir or default_cache_dir()
+    models = cache_dir or cache_folder("models")
     target = models / f"{path.stem}-{_fingerprint(path)}"
     if target.is_dir():
         return target
@@ -81,25 +79,8 @@ def convert_gguf(path: Path, cache_dir: Path | None = None) -> Path:
     return target
 
 
-def default_cache_dir() -> Path:
-    """`$TIGHTKV_CACHE_DIR`, or `tightkv` in `$XDG_CACHE_HOME` or `~/.cache`; there, `models`."""
-    own = os.environ.get("TIGHTKV_CACHE_DIR")
-    if own:
-        return Path(own).expanduser() / "models"
-    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(shared).expanduser() / "tightkv" / "models"
-
-
 def _fingerprint(path: Path) -> str:
-    """Of size and evenly spread pieces of the file: cheap, and true for files met in practice."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(f"{_FORMAT} {size}".encode())
-    last = max(size - _SAMPLE_BYTES, 0)
-    with path.open("rb") as file:
-        for offset in sorted({last * index // (_SAMPLES - 1) for index in range(_SAMPLES)}):
-            file.seek(offset)
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+    return sample_digest([path], f"{_FORMAT} {path.stat().st_size}")[:16]
 
 
 def _needed_bytes(reader: GGUFReader) -> int:

@@ -21,7 +21,14 @@ from transformers import (
 )
 
 from tightkv.config import ModelConfig
-from tightkv.errors import CheckpointError, ConfigError, UnsupportedModelError
+from tightkv.errors import CheckpointError, ConfigError, TightKVError, UnsupportedModelError
+from tightkv.models.checkpoint import ModelIdentity, checkpoint_folder, identify
+from tightkv.models.checkpoint_scales import (
+    CheckpointScales,
+    is_scale_name,
+    only_the_cache_is_quantized,
+    read_scales,
+)
 from tightkv.models.compatibility import (
     check_checkpoint_folder,
     check_model,
@@ -33,7 +40,7 @@ from tightkv.models.gguf import convert_gguf
 from tightkv.models.linear import pack_linear_layers, weight_bytes
 from tightkv.planning import check_max_model_len
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["Checkpoint", "LoadedModel", "load_model"]
 
 _logger = logging.getLogger("tightkv")
 
@@ -53,6 +60,8 @@ class LoadedModel:
         eos_token_ids: every token that ends an answer, by config and generation config.
         max_position: longest sequence that the model knows.
         vocab_size: width of the logits.
+        identity: what tells it from others of its shape.
+        kv_scales: scales of the KV cache that came with the checkpoint, if some did.
     """
 
     model: PreTrainedModel
@@ -62,6 +71,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     max_position: int
     vocab_size: int
+    identity: ModelIdentity
+    kv_scales: CheckpointScales | None
 
     @property
     def weight_bytes(self) -> int:
@@ -69,8 +80,26 @@ class LoadedModel:
         return weight_bytes(self.model)
 
 
-def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is known of a model before its weights are loaded."""
+
+    config: PreTrainedConfig
+    identity: ModelIdentity
+    kv_scales: CheckpointScales | None
+
+
+def load_model(
+    config: ModelConfig,
+    device: torch.device,
+    before_weights: Callable[[Checkpoint], None] | None = None,
+) -> LoadedModel:
     """Load a model and its tokenizer; what cannot be served is refused before weights load.
+
+    Args:
+        config: which model, and how.
+        device: where it is to run.
+        before_weights: called with what is known before the weights load; it may raise.
 
     Raises:
         ConfigError: a setting that is wrong; as UnsupportedModelError, a model that is not served.
@@ -84,6 +113,9 @@ def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:
     check_max_model_len(config.max_model_len, max_position)
     vocab_size = _positive(settings, "vocab_size")
     tokenizer = _load_tokenizer(config, source)
+    checkpoint = _look_into(config, source, settings)
+    if before_weights is not None:
+        before_weights(checkpoint)
     model = _load_weights(config, source, settings, dtype)
     check_model_class(type(model), settings.model_type)
     model = model.train(False).requires_grad_(False).to(device)
@@ -97,6 +129,8 @@ def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:
         eos_token_ids=_eos_token_ids(model),
         max_position=max_position,
         vocab_size=vocab_size,
+        identity=checkpoint.identity,
+        kv_scales=checkpoint.kv_scales,
     )
 
 
@@ -159,6 +193,19 @@ def _load_config(config: ModelConfig, source: str) -> PreTrainedConfig:
     return settings
 
 
+def _look_into(config: ModelConfig, source: str, settings: PreTrainedConfig) -> Checkpoint:
+    folder: Path = _read(
+        lambda: checkpoint_folder(source, config.revision), f"The files of {source!r} cannot be had"
+    )
+    quantization = getattr(settings, "quantization_config", None)  # not every config has the field
+    scales: CheckpointScales | None = _read(
+        lambda: read_scales(folder, quantization), _unreadable_weights(source)
+    )
+    if only_the_cache_is_quantized(quantization):
+        del settings.quantization_config  # transformers would look for quantized weights
+    return Checkpoint(settings, identify(settings, folder), scales)
+
+
 def _load_tokenizer(config: ModelConfig, source: str) -> PreTrainedTokenizerBase:
     where = config.tokenizer or source
 
@@ -219,12 +266,17 @@ def _load_weights(
         )
 
     _logger.info("loading the weights of %s", source)
-    model, info = _read(load, f"The weights of model {source!r} cannot be read")
+    model, info = _read(load, _unreadable_weights(source))
     _check_keys(source, "missing", info["missing_keys"])
     _check_keys(source, "of another shape", (key[0] for key in info["mismatched_keys"]))
-    _check_keys(source, "without a place", info["unexpected_keys"])
+    surplus = [key for key in info["unexpected_keys"] if not is_scale_name(key)]
+    _check_keys(source, "without a place", surplus)
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _unreadable_weights(source: str) -> str:
+    return f"The weights of model {source!r} cannot be read"
 
 
 def _check_keys(source: str, problem: str, keys: Iterable[str]) -> None:
@@ -270,6 +322,8 @@ def _read(load: Callable[[], object], problem: str) -> Any:
     try:
         with quiet_transformers():
             return load()
+    except TightKVError:
+        raise
     except Exception as error:  # broken files raise a dozen unrelated types
         if "trust_remote_code=True" in str(error):
             raise ConfigError(

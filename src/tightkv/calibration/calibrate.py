@@ -1,0 +1,308 @@
+"""From a model and some text to a scales file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightkv.calibration.candidates import GranularityChoice, Method, MethodName
+from tightkv.calibration.data import CalibrationText, Document, cut_windows
+from tightkv.calibration.progress import Progress, no_progress
+from tightkv.calibration.search import Choice, Search
+from tightkv.calibration.self_text import write_text
+from tightkv.calibration.statistics import LayerStatistics, TensorStatistics, gather_statistics
+from tightkv.config import CacheConfig, ModelConfig
+from tightkv.engine.observed_model import ObservedModel
+from tightkv.engine.policy import check_skip_layers, dtypes_of, layer_ranges, skipped_layers
+from tightkv.engine.resolve import resolve_device
+from tightkv.errors import ConfigError, RequestError
+from tightkv.files import check_target
+from tightkv.formats import (
+    LayerEntry,
+    ModelEntry,
+    Provenance,
+    ScalesFile,
+    TensorEntry,
+    TensorPolicy,
+    write_scales_file,
+)
+from tightkv.formats.registry import KV_CACHE_DTYPES, dtype_name, takes_scales
+from tightkv.kernels import select_backend
+from tightkv.models import LoadedModel, ModelGeometry, load_model, prepare_model
+
+__all__ = ["Calibration", "LayerReport", "calibrate", "get_kv_cache_scales"]
+
+_MAX_HELD_OUT_WINDOWS = 8
+# Share of attention's squared output that one plain 8-bit scale loses, from which on a layer counts
+# as hurt by it.
+_HURT = 0.01
+# Static scales that lose so many times what dynamic ones lose should not be used.
+_MUCH_WORSE = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReport:
+    """K or V of one layer: what it is like, and what was chosen; None where it has no scale."""
+
+    statistics: TensorStatistics
+    choice: Choice | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One layer."""
+
+    layer_idx: int
+    k: TensorReport
+    v: TensorReport
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A scales file and what was seen while it was made.
+
+    Attributes:
+        remarks: sentences for the user: layers that 8 bits would hurt, scales that should not be
+            used.
+    """
+
+    file: ScalesFile
+    layers: tuple[LayerReport, ...]
+    remarks: tuple[str, ...]
+
+
+def get_kv_cache_scales(
+    model_path: str | LoadedModel,
+    calibration_texts: Sequence[Document] | None = None,
+    output_path: str | Path | None = None,
+    *,
+    progress: Progress = no_progress,
+    **options: Any,
+) -> ScalesFile:
+    """Calibrate the KV cache of a model; what `tightkv calibrate` does.
+
+    Args:
+        model_path: Hugging Face folder or hub id, GGUF file, or a loaded model.
+        calibration_texts: texts, or conversations of `{"role": ..., "content": ...}`; None: the
+            model writes its own.
+        output_path: file to write; None: none.
+        progress: told how far it is.
+        options: those of `calibrate`.
+
+    Returns:
+        What the file contains.
+
+    Raises:
+        TightKVError: for text, options or a model that cannot be used; no file is then written.
+    """
+    if output_path is not None:
+        check_target(Path(output_path))
+    result = calibrate(model_path, calibration_texts, progress=progress, **options)
+    if output_path is not None:
+        write_scales_file(Path(output_path), result.file)
+    return result.file
+
+
+def calibrate(
+    model: str | LoadedModel | ModelConfig,
+    texts: Sequence[Document] | None = None,
+    *,
+    static: bool = False,
+    granularity: GranularityChoice = "auto",
+    method: MethodName = "absmax",
+    margin: float | None = None,
+    kv_cache_dtype: str = "int8",
+    k_cache_dtype: str | None = None,
+    v_cache_dtype: str | None = None,
+    kv_cache_dtype_skip_layers: Sequence[str] = (),
+    num_samples: int = 64,
+    max_seq_len: int = 512,
+    seed: int = 0,
+    sources: Sequence[str] = ("texts",),
+    progress: Progress = no_progress,
+) -> Calibration:
+    """Measure K and V on text, and choose scales by attention's error on held-out text.
+
+    Args:
+        model: Hugging Face folder or hub id, GGUF file, its configuration, or a loaded model.
+        texts: texts or conversations; None: the model writes its own.
+        static: scales without a dynamic part (8.0 bits per value); otherwise the two-factor form.
+        granularity: of static scales: "tensor", "head", "channel", or "auto", layer by layer the
+            one with the least error.
+        method: of static scales: "absmax", "percentile" (99.99), or "mse" (the clip with the least
+            error of attention's output).
+        margin: static scales times this; None: the best of some.
+        kv_cache_dtype: format of K and V.
+        k_cache_dtype: format of K alone.
+        v_cache_dtype: format of V alone.
+        kv_cache_dtype_skip_layers: layers that stay in the model's data type.
+        num_samples: windows of text.
+        max_seq_len: tokens of a window.
+        seed: of the choice of windows, and of text that the model writes.
+        sources: where the texts are from, for the file.
+        progress: told how far it is.
+
+    Raises:
+        ConfigError: for options that contradict each other or the model.
+        RequestError: for text that cannot be used.
+    """
+    cache = CacheConfig(
+        kv_cache_dtype=kv_cache_dtype,
+        k_cache_dtype=k_cache_dtype,
+        v_cache_dtype=v_cache_dtype,
+        kv_cache_dtype_skip_layers=tuple(kv_cache_dtype_skip_layers),
+    )
+    how = Method(static, granularity, method, margin)
+    _check_cache(cache)
+    device = resolve_device("auto")
+    loaded = _load(model, device)
+    geometry = prepare_model(loaded.model)
+    skipped = skipped_layers(cache, geometry)
+    if texts is None:
+        text = write_text(loaded, num_samples, max_seq_len, seed, progress)
+    else:
+        text = cut_windows(texts, loaded, sources, num_samples, max_seq_len, seed)
+    backend = select_backend(device)
+    longest = max(map(len, [*text.measured, *text.held_out]))
+    observed = ObservedModel(loaded, geometry, backend, device, longest)
+    statistics = gather_statistics(observed, text.measured, progress)
+    _check_statistics(statistics)
+    search = Search(
+        how,
+        dict(zip("kv", dtypes_of(cache), strict=True)),
+        [layer for layer in geometry.layers if layer.layer_idx not in skipped],
+        statistics,
+        backend,
+    )
+    choices = search.run(observed, text.held_out[:_MAX_HELD_OUT_WINDOWS], progress)
+    reports = tuple(
+        LayerReport(index, *(TensorReport(getattr(of, n), choices.get((index, n))) for n in "kv"))
+        for index, of in sorted(statistics.items())
+    )
+    made_by = _provenance(how, text, max_seq_len, seed)
+    file = _file(loaded, geometry, cache, skipped, choices, made_by)
+    return Calibration(file, reports, tuple(_remarks(choices, how)))
+
+
+def _check_cache(cache: CacheConfig) -> None:
+    for dtype in (cache.kv_cache_dtype, *dtypes_of(cache)):
+        if dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"Unknown KV cache dtype {dtype!r}: choose one of {', '.join(KV_CACHE_DTYPES)}."
+            )
+    if not any(map(takes_scales, dtypes_of(cache))):
+        raise ConfigError(
+            f"Neither {' nor '.join(dtypes_of(cache))} takes scales, so there is nothing to "
+            "calibrate: choose int8, fp8_e4m3 or fp8_e5m2 for K or V."
+        )
+    check_skip_layers(cache)
+
+
+def _load(model: str | LoadedModel | ModelConfig, device: torch.device) -> LoadedModel:
+    if isinstance(model, LoadedModel):
+        return model
+    return load_model(ModelConfig(model=model) if isinstance(model, str) else model, device)
+
+
+def _check_statistics(statistics: dict[int, LayerStatistics]) -> None:
+    for layer, of in sorted(statistics.items()):
+        for name, tensor in (("K", of.k), ("V", of.v)):
+            largest = float(tensor.range.max())
+            if not math.isfinite(largest):
+                raise RequestError(
+                    f"{name} of layer {layer} is not finite on this text: the model cannot be "
+                    "calibrated in this data type; try --dtype float32."
+                )
+            if largest == 0:
+                raise RequestError(
+                    f"{name} of layer {layer} is zero on all of this text: give other text, or "
+                    "check the model's weights."
+                )
+
+
+def _file(
+    model: LoadedModel,
+    geometry: ModelGeometry,
+    cache: CacheConfig,
+    skipped: set[int],
+    choices: Mapping[tuple[int, str], Choice],
+    made_by: Provenance,
+) -> ScalesFile:
+    plain = dtype_name(model.dtype)
+    dtypes = [plain if dtype == "auto" else dtype for dtype in dtypes_of(cache)]
+
+    def tensor(layer: int, name: str, dtype: str) -> TensorEntry:
+        choice = choices.get((layer, name))
+        if choice is None:
+            return TensorEntry.of(TensorPolicy(plain if layer in skipped else dtype))
+        error = choice.error
+        return TensorEntry.of(
+            choice.policy, clip_rate=error.clip_rate, attention_error=error.relative
+        )
+
+    return ScalesFile(
+        schema_version=1,
+        model=ModelEntry(
+            architecture=model.identity.architecture,
+            num_layers=len(geometry.layers),
+            weights=model.identity.weights,
+        ),
+        made_by=made_by,
+        layers={
+            str(layer.layer_idx): LayerEntry(
+                num_kv_heads=layer.num_kv_heads,
+                head_size=layer.head_size,
+                value_size=layer.value_size,
+                k=tensor(layer.layer_idx, "k", dtypes[0]),
+                v=tensor(layer.layer_idx, "v", dtypes[1]),
+            )
+            for layer in geometry.layers
+        },
+    )
+
+
+def _provenance(method: Method, text: CalibrationText, max_seq_len: int, seed: int) -> Provenance:
+    return Provenance(
+        tool=f"tightkv {version('tightkv')}",
+        method=method.describe(),
+        data=text.sources,
+        data_sha256=text.sha256,
+        num_tokens=text.num_tokens,
+        num_held_out_tokens=text.num_held_out_tokens,
+        options={"max_seq_len": max_seq_len, "seed": seed, "margin": method.margin},
+    )
+
+
+def _remarks(choices: Mapping[tuple[int, str], Choice], method: Method) -> Iterator[str]:
+    for name in "kv":
+        hurt = [
+            layer
+            for (layer, tensor), choice in choices.items()
+            if tensor == name and choice.plain_error.relative > _HURT
+        ]
+        if hurt:
+            yield (
+                f"{name.upper()} of layers {layer_ranges(hurt)} has outliers: one 8-bit scale for "
+                f"all of it would lose more than {_HURT:.0%} of attention's output there."
+            )
+        still = [layer for layer in hurt if choices[layer, name].error.relative > _HURT]
+        if still:
+            yield (
+                f"The scales chosen here still lose that much in layers {layer_ranges(still)}: "
+                "keep them in a wider format with --kv-cache-dtype-skip-layers, or leave --static "
+                "out."
+            )
+    if method.static and choices:
+        chosen = sum(choice.error.relative for choice in choices.values())
+        dynamic = sum(choice.dynamic_error.relative for choice in choices.values())
+        if chosen > _MUCH_WORSE * dynamic:
+            yield (
+                f"Static scales lose {chosen / max(dynamic, 1e-30):.0f} times what dynamic scales "
+                "lose on this model: leave --static out."
+            )

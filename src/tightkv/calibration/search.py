@@ -1,0 +1,160 @@
+"""The choice among candidates, by attention's error on held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tightkv.calibration.candidates import DYNAMIC, PLAIN, Candidate, Method, candidates
+from tightkv.calibration.progress import Progress
+from tightkv.calibration.statistics import LayerStatistics
+from tightkv.calibration.trial import TrialError, try_formats
+from tightkv.engine.observed_model import ObservedModel
+from tightkv.formats import TensorPolicy, TensorScale
+from tightkv.formats.registry import takes_scales
+from tightkv.kernels import Backend
+from tightkv.models import AttentionCall, LayerGeometry
+
+__all__ = ["Choice", "Search"]
+
+Place = tuple[int, str]
+"""A layer, and "k" or "v"."""
+
+# Text of another kind has values beyond those of the held-out text. A static scale is chosen as if
+# they were so many times as large; measured on text of another kind, this picks better than the
+# held-out error as it is (docs/calibration.md).
+_UNSEEN = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was taken for K or V of one layer, and what the alternatives would have cost.
+
+    Attributes:
+        policy: format and scale.
+        candidate: how the scale was made.
+        error: of the choice, on held-out text.
+        plain_error: with one static scale for the whole tensor.
+        dynamic_error: with dynamic scales per token and head alone.
+    """
+
+    policy: TensorPolicy
+    candidate: Candidate
+    error: TrialError
+    plain_error: TrialError
+    dynamic_error: TrialError
+
+
+class Search:
+    """Tries all candidates in every layer, K and V apart, and picks."""
+
+    def __init__(
+        self,
+        method: Method,
+        dtypes: Mapping[str, str],
+        layers: Sequence[LayerGeometry],
+        statistics: Mapping[int, LayerStatistics],
+        backend: Backend,
+    ) -> None:
+        """Nothing is tried yet.
+
+        Args:
+            method: how scales are made.
+            dtypes: format of "k" and of "v".
+            layers: those that get scales.
+            statistics: by layer.
+            backend: kernels to try with.
+        """
+        self._method = method
+        self._dtypes = {name: dtype for name, dtype in dtypes.items() if takes_scales(dtype)}
+        self._layers = {layer.layer_idx: layer for layer in layers}
+        self._statistics = statistics
+        self._backend = backend
+        self._errors: dict[tuple[Place, Candidate], TrialError] = {}
+        self._places = [(layer, name) for layer in self._layers for name in self._dtypes]
+
+    def run(
+        self, model: ObservedModel, windows: Sequence[Sequence[int]], progress: Progress
+    ) -> dict[Place, Choice]:
+        """Try on held-out windows, choose, and measure what was chosen."""
+        options = {name: candidates(self._method, name) for name in self._dtypes}
+        unseen = _UNSEEN if self._method.static else 1.0
+        self._try(
+            {place: options[place[1]] for place in self._places},
+            unseen,
+            model,
+            windows,
+            "trying scales",
+            progress,
+        )
+        taken = self._choose(options)
+        self._errors.clear()
+        yardsticks = (PLAIN, DYNAMIC)
+        self._try(
+            {place: [candidate, *yardsticks] for place, candidate in taken.items()},
+            1.0,
+            model,
+            windows,
+            "measuring the choice",
+            progress,
+        )
+        return {
+            place: Choice(
+                self._policy(place, candidate),
+                candidate,
+                *(self._errors[place, one] for one in (candidate, *yardsticks)),
+            )
+            for place, candidate in taken.items()
+        }
+
+    def _try(
+        self,
+        options: Mapping[Place, Sequence[Candidate]],
+        unseen: float,
+        model: ObservedModel,
+        windows: Sequence[Sequence[int]],
+        stage: str,
+        progress: Progress,
+    ) -> None:
+        """Add up the errors of all options over the windows."""
+
+        def try_layer(call: AttentionCall, output: torch.Tensor) -> None:
+            layer = self._layers.get(call.layer_idx)
+            if layer is None:
+                return
+            for name in self._dtypes:
+                place = (call.layer_idx, name)
+                for candidate in dict.fromkeys(options[place]):
+                    policy = self._policy(place, candidate, unseen)
+                    error = try_formats(call, output, layer, self._backend, **{name: policy})
+                    self._errors.setdefault((place, candidate), TrialError()).add(error)
+
+        for done, window in enumerate(windows, start=1):
+            model.run(window, try_layer)
+            progress(stage, done, len(windows))
+
+    def _choose(self, options: Mapping[str, Sequence[Candidate]]) -> dict[Place, Candidate]:
+        if self._method.static:
+            return {place: self._best(options[place[1]], [place]) for place in self._places}
+        # One way for K and one for V: a layer alone would follow the noise.
+        best = {
+            name: self._best(options[name], [place for place in self._places if place[1] == name])
+            for name in self._dtypes
+        }
+        return {place: best[place[1]] for place in self._places}
+
+    def _best(self, options: Sequence[Candidate], places: Sequence[Place]) -> Candidate:
+        """The candidate with the least error over these places."""
+
+        def error(candidate: Candidate) -> float:
+            return sum(self._errors[place, candidate].relative for place in places)
+
+        return min(options, key=error)
+
+    def _policy(self, place: Place, candidate: Candidate, unseen: float = 1.0) -> TensorPolicy:
+        layer, name = place
+        dtype = self._dtypes[name]
+        scale = candidate.scale(self._statistics[layer], name, self._method, dtype)
+        return TensorPolicy(dtype, TensorScale(scale.values / unseen, scale.dynamic))

@@ -1,0 +1,97 @@
+"""A model over an unquantized cache, its K and V seen by an observer: for probe and calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tightkv.engine.model_runner import PagedAttention
+from tightkv.formats import TensorPolicy, resolve_format
+from tightkv.kernels import AttentionBatch, Backend
+from tightkv.kvcache import AttentionMetadata, KVCacheSpec, KVCacheStorage, group_layers
+from tightkv.models import AttentionCall, LayerGeometry, LoadedModel, ModelGeometry, attend_with
+
+__all__ = ["EXACT", "AttentionObserver", "ObservedModel", "layer_spec", "window_metadata"]
+
+AttentionObserver = Callable[[AttentionCall, torch.Tensor], None]
+"""Is given a layer's call and its output `[num_tokens, num_heads, value_size]`."""
+
+_BLOCK_SIZE = 16
+
+EXACT = TensorPolicy("float32")
+"""K or V as the model makes it."""
+
+
+class ObservedModel:
+    """Runs windows of tokens through the kernels that serve, with K and V in float32."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        geometry: ModelGeometry,
+        backend: Backend,
+        device: torch.device,
+        max_tokens: int,
+    ) -> None:
+        """Allocate a cache of `max_tokens`, the longest window."""
+        specs = [layer_spec(layer, EXACT, EXACT) for layer in geometry.layers]
+        self._model = model
+        self._device = device
+        self._storage = KVCacheStorage(
+            group_layers(specs),
+            -(-max_tokens // _BLOCK_SIZE),
+            device,
+            backend,
+            kv_sources=geometry.kv_sources,
+        )
+        self._stored = {layer.layer_idx for layer in geometry.layers}
+
+    @torch.inference_mode()
+    def run(self, token_ids: Sequence[int], observer: AttentionObserver) -> None:
+        """Read one window; the observer sees each layer that stores K and V of its own."""
+        metadata = window_metadata(len(token_ids), len(self._storage.groups), self._device)
+        attention = PagedAttention(self._storage, metadata)
+
+        def attend(call: AttentionCall) -> torch.Tensor:
+            output = attention(call)
+            if call.layer_idx in self._stored:
+                observer(call, output)
+            return output
+
+        with attend_with(attend):
+            self._model.model(
+                input_ids=torch.tensor(token_ids, device=self._device)[None],
+                position_ids=torch.arange(len(token_ids), device=self._device)[None],
+                use_cache=False,
+                logits_to_keep=1,
+            )
+
+
+def layer_spec(layer: LayerGeometry, k: TensorPolicy, v: TensorPolicy) -> KVCacheSpec:
+    """The cache of a layer for one window."""
+    return KVCacheSpec(
+        layer_idx=layer.layer_idx,
+        block_size=_BLOCK_SIZE,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        value_size=layer.value_size,
+        k_format=resolve_format(k.kv_cache_dtype, torch.float32, k.scale),
+        v_format=resolve_format(v.kv_cache_dtype, torch.float32, v.scale),
+        sliding_window=layer.sliding_window,
+    )
+
+
+def window_metadata(num_tokens: int, num_groups: int, device: torch.device) -> AttentionMetadata:
+    """One sequence, all of it new, in the first blocks of the cache."""
+    num_blocks = -(-num_tokens // _BLOCK_SIZE)
+    batch = AttentionBatch(
+        torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        torch.tensor([num_tokens], dtype=torch.int32, device=device),
+        torch.arange(num_blocks, dtype=torch.int32, device=device)[None],
+    )
+    return AttentionMetadata(
+        batches=(batch,) * num_groups,
+        slot_mappings=(torch.arange(num_tokens, device=device),) * num_groups,
+        bad_tokens=torch.zeros(num_tokens, dtype=torch.bool, device=device),
+    )

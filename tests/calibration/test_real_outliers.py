@@ -1,0 +1,81 @@
+"""Outliers put into a real model: calibration names their layers, and its scales survive them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outliers import inject_outliers
+from real_model import smollm2, smollm2_folder
+from tightkv import LLM, LayerScales, SamplingParams
+from tightkv.calibration import calibrate
+from tightkv.formats import KVCachePolicy
+from tightkv.metrics import kl_divergence
+from tightkv.models import LoadedModel
+from tightkv.models.linear import pack_linear_layers
+
+pytestmark = pytest.mark.slow
+
+LAYERS = (0, 29)
+TEXT = "\n\n".join(topics.values())
+CALIBRATION_TEXT, MEASURED_TEXT = TEXT[100_000:140_000], TEXT[:2_500]
+
+
+@lru_cache(maxsize=1)
+def with_outliers(factor: float) -> LoadedModel:
+    untyped: Any = AutoModelForCausalLM
+    model = untyped.from_pretrained(smollm2_folder(), dtype=torch.float32).requires_grad_(False)
+    inject_outliers(model, LAYERS, factor)
+    pack_linear_layers(model)
+    clean = smollm2()
+    # Another identity, or a probe of the clean model would be taken for one of this.
+    return replace(clean, model=model, identity=replace(clean.identity, weights=f"{factor:064.0f}"))
+
+
+def logits(model: LoadedModel, **options: Any) -> torch.Tensor:
+    llm = LLM(model, max_model_len=1024, max_num_seqs=1, **options)
+    rows: list[torch.Tensor] = []
+    llm.engine.observe_logits(lambda _, position, row: rows.append(row.clone()))
+    params = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0, detokenize=False)
+    llm.generate([llm.engine.tokenize(MEASURED_TEXT)], params)
+    return torch.stack(rows)
+
+
+def kl(model: LoadedModel, base: torch.Tensor, **options: Any) -> float:
+    return float(kl_divergence(base, logits(model, **options)).mean())
+
+
+def scales(policy: KVCachePolicy) -> dict[int, LayerScales]:
+    return {layer: LayerScales(of.k.scale, of.v.scale) for layer, of in policy.items()}
+
+
+@pytest.mark.parametrize("factor", [30.0, 150.0, 1500.0])
+def test_outliers_in_the_first_and_the_last_layer(factor: float) -> None:
+    model, clean = with_outliers(factor), smollm2()
+    small: dict[str, Any] = {"num_samples": 4, "max_seq_len": 256}
+    result = calibrate(model, [CALIBRATION_TEXT], **small)
+    assert [r for r in result.remarks if r.startswith("K of layers 0, 29 has outliers")]
+    assert len(result.remarks) == 1
+    base = logits(model)
+    clean_kl = kl(clean, logits(clean), kv_cache_dtype="int8")
+    two_factor = kl(
+        model, base, kv_cache_dtype="int8", kv_cache_scales=scales(result.file.policy(""))
+    )
+    probed = kl(model, base, kv_cache_dtype="int8")
+    per_tensor = calibrate(
+        model, [CALIBRATION_TEXT], static=True, granularity="tensor", **small
+    ).file.policy("")
+    collapsed = kl(model, base, kv_cache_dtype="int8", kv_cache_scales=scales(per_tensor))
+    assert two_factor < 2 * clean_kl
+    assert probed < 2 * clean_kl
+    assert collapsed > 20 * clean_kl
+
+
+def test_a_clean_model_is_not_warned_of() -> None:
+    assert calibrate(smollm2(), [CALIBRATION_TEXT], num_samples=4, max_seq_len=256).remarks == ()
