@@ -57,6 +57,7 @@ def calibrated_arm(
         documents,
         num_samples=max(1, size // WINDOW),
         max_seq_len=min(WINDOW, size),
+        max_model_len=settings["max_model_len"],
         **CALIBRATED[name],
     )
     scales = {

@@ -22,8 +22,13 @@ import torch
 from benchmarks.default_model import default_model
 
 from tightkv import LLM, LayerScales, SamplingParams, TensorScale
+from tightkv.calibration.places import Place
+from tightkv.calibration.progress import no_progress
+from tightkv.calibration.statistics import LayerStatistics, gather_statistics
+from tightkv.engine.observed_model import ObservedModel
+from tightkv.kernels import select_backend
 from tightkv.metrics import Divergence
-from tightkv.models import AttentionCall, LoadedModel, attend_with
+from tightkv.models import LoadedModel, prepare_model
 
 CALIBRATION_TOKENS = 8192
 NUM_PARTS = 16
@@ -43,41 +48,23 @@ EXPECTED = {
 }
 
 
-class AbsMax:
-    """Attention handler: causal attention of one window, noting absmax of K and V by channel."""
+def measure_statistics(
+    model: LoadedModel, token_ids: list[int], window: int
+) -> dict[int, LayerStatistics]:
+    """Magnitudes over windows of the text.
 
-    def __init__(self) -> None:
-        self.k: dict[int, torch.Tensor] = {}
-        self.v: dict[int, torch.Tensor] = {}
-
-    def __call__(self, call: AttentionCall) -> torch.Tensor:
-        for seen, tensor in ((self.k, call.key), (self.v, call.value)):
-            absmax = tensor.abs().amax(dim=0)
-            seen[call.layer_idx] = torch.maximum(seen.get(call.layer_idx, absmax), absmax)
-        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (call.query, call.key, call.value))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=call.params.softmax_scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
-
-
-def measure_absmax(model: LoadedModel, token_ids: list[int], window: int) -> AbsMax:
-    """Absmax over windows of the text.
-
-    They are as long as what is measured: RoPE turns some channels of K only slowly, whose range at
-    late positions a shorter window would never see.
+    They are as long as what is measured, so that they meet the same positions.
     """
-    seen = AbsMax()
-    for start in range(0, len(token_ids), window):
-        ids = torch.tensor([token_ids[start : start + window]])
-        positions = torch.arange(ids.shape[1])[None]
-        with torch.inference_mode(), attend_with(seen):
-            model.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
-    return seen
+    device = torch.device("cpu")
+    observed = ObservedModel(
+        model, prepare_model(model.model), select_backend(device), device, window
+    )
+    windows = [token_ids[start : start + window] for start in range(0, len(token_ids), window)]
+    return gather_statistics(observed, [Place(window, 0) for window in windows], no_progress)
 
 
-def scales_for(arm: str, seen: AbsMax) -> dict[int, LayerScales] | None:
-    """Static scales of an arm, from absmax by channel."""
+def scales_for(arm: str, seen: dict[int, LayerStatistics]) -> dict[int, LayerScales] | None:
+    """Static scales of an arm, from absmax by channel and no more."""
     levels = 448.0 if arm.startswith("fp8") else 127.0
     make: dict[str, Callable[[torch.Tensor], TensorScale]] = {
         "two-factor": lambda absmax: TensorScale(absmax.clamp_min(1e-6) ** 0.7, dynamic=True),
@@ -89,7 +76,8 @@ def scales_for(arm: str, seen: AbsMax) -> dict[int, LayerScales] | None:
     if kind not in make:
         return None
     return {
-        layer: LayerScales(make[kind](seen.k[layer]), make[kind](seen.v[layer])) for layer in seen.k
+        layer: LayerScales(make[kind](of.k.range), make[kind](of.v.range))
+        for layer, of in seen.items()
     }
 
 
@@ -183,7 +171,7 @@ def main() -> None:
     base_llm = LLM(options.model or default_model(), kv_cache_dtype="float32", **settings)
     words = base_llm.engine.tokenize("\n\n".join(topics.values()), add_special_tokens=False)
     text = words[: options.tokens]
-    seen = measure_absmax(
+    seen = measure_statistics(
         base_llm.model,
         words[options.tokens : options.tokens + CALIBRATION_TOKENS],
         window=options.tokens,

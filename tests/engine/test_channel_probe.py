@@ -45,7 +45,7 @@ def test_int8_alone_takes_factors_of_a_probe(
 def test_the_probe_is_kept_and_used_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = factors(folder)
     (kept,) = cache_folder("probes").iterdir()
-    assert kept.name.endswith("-float32-1.safetensors")
+    assert kept.name.endswith("-float32-512-1.safetensors")
 
     def must_not_run(*_: object) -> None:
         raise AssertionError("measured twice")

@@ -38,7 +38,7 @@ def calibrate_at_start(
         return config, model
     check_config(config)
     model = model or load_model(config.model, resolve_device(config.device.device))
-    path = _path(model, config.cache)
+    path = _path(model, config)
     if not _is_usable(path):
         _logger.info("calibrating once from text of the model's own (%s)", path)
         try:
@@ -57,6 +57,7 @@ def calibrate_at_start(
             v_cache_dtype=v_dtype,
             num_samples=_NUM_SAMPLES,
             max_seq_len=min(_MAX_SEQ_LEN, model.max_position),
+            max_model_len=config.model.max_model_len,
         )
     return replace(config, cache=replace(config.cache, quantization_config_path=str(path))), model
 
@@ -66,9 +67,14 @@ def _dtypes(cache: CacheConfig) -> tuple[str, ...]:
     return tuple(_DEFAULT_DTYPE if dtype == default else dtype for dtype in dtypes_of(cache))
 
 
-def _path(model: LoadedModel, cache: CacheConfig) -> Path:
-    parts = (dtype_name(model.dtype), *map(canonical, _dtypes(cache)))
-    return cache_folder("scales") / f"{model.identity.weights[:32]}-{'-'.join(parts)}.json"
+def _path(model: LoadedModel, config: EngineConfig) -> Path:
+    parts = (
+        model.identity.weights[:32],
+        dtype_name(model.dtype),
+        *map(canonical, _dtypes(config.cache)),
+        str(config.model.max_model_len or model.max_position),
+    )
+    return cache_folder("scales") / f"{'-'.join(parts)}.json"
 
 
 def _is_usable(path: Path) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from tightkv.calibration.candidates import GranularityChoice, Method, MethodName
 from tightkv.calibration.data import CalibrationText, Document, cut_windows
+from tightkv.calibration.places import spread
 from tightkv.calibration.progress import Progress, no_progress
 from tightkv.calibration.search import Choice, Search
 from tightkv.calibration.self_text import write_text
@@ -38,6 +39,8 @@ from tightkv.models import LoadedModel, ModelGeometry, load_model, prepare_model
 
 __all__ = ["Calibration", "LayerReport", "calibrate", "get_kv_cache_scales"]
 
+_MIN_PLACES = 16
+_MIN_HELD_OUT_PLACES = 4
 _MAX_HELD_OUT_WINDOWS = 8
 # Share of attention's squared output that one plain 8-bit scale loses, from which on a layer counts
 # as hurt by it.
@@ -123,6 +126,7 @@ def calibrate(
     kv_cache_dtype_skip_layers: Sequence[str] = (),
     num_samples: int = 64,
     max_seq_len: int = 512,
+    max_model_len: int | None = None,
     seed: int = 0,
     sources: Sequence[str] = ("texts",),
     progress: Progress = no_progress,
@@ -144,6 +148,8 @@ def calibrate(
         kv_cache_dtype_skip_layers: layers that stay in the model's data type.
         num_samples: windows of text.
         max_seq_len: tokens of a window.
+        max_model_len: positions that will be served, over which windows are spread; None: as many
+            as the model knows.
         seed: of the choice of windows, and of text that the model writes.
         sources: where the texts are from, for the file.
         progress: told how far it is.
@@ -171,7 +177,10 @@ def calibrate(
     backend = select_backend(device)
     longest = max(map(len, [*text.measured, *text.held_out]))
     observed = ObservedModel(loaded, geometry, backend, device, longest)
-    statistics = gather_statistics(observed, text.measured, progress)
+    positions = max_model_len or loaded.max_position
+    statistics = gather_statistics(
+        observed, spread(text.measured, positions, _MIN_PLACES), progress
+    )
     _check_statistics(statistics)
     search = Search(
         how,
@@ -180,12 +189,13 @@ def calibrate(
         statistics,
         backend,
     )
-    choices = search.run(observed, text.held_out[:_MAX_HELD_OUT_WINDOWS], progress)
+    held_out = spread(text.held_out[:_MAX_HELD_OUT_WINDOWS], positions, _MIN_HELD_OUT_PLACES)
+    choices = search.run(observed, held_out, progress)
     reports = tuple(
         LayerReport(index, *(TensorReport(getattr(of, n), choices.get((index, n))) for n in "kv"))
         for index, of in sorted(statistics.items())
     )
-    made_by = _provenance(how, text, max_seq_len, seed)
+    made_by = _provenance(how, text, max_seq_len, positions, seed)
     file = _file(loaded, geometry, cache, skipped, choices, made_by)
     return Calibration(file, reports, tuple(_remarks(choices, how)))
 
@@ -267,7 +277,9 @@ def _file(
     )
 
 
-def _provenance(method: Method, text: CalibrationText, max_seq_len: int, seed: int) -> Provenance:
+def _provenance(
+    method: Method, text: CalibrationText, max_seq_len: int, max_model_len: int, seed: int
+) -> Provenance:
     return Provenance(
         tool=f"tightkv {version('tightkv')}",
         method=method.describe(),
@@ -275,7 +287,12 @@ def _provenance(method: Method, text: CalibrationText, max_seq_len: int, seed: i
         data_sha256=text.sha256,
         num_tokens=text.num_tokens,
         num_held_out_tokens=text.num_held_out_tokens,
-        options={"max_seq_len": max_seq_len, "seed": seed, "margin": method.margin},
+        options={
+            "max_seq_len": max_seq_len,
+            "max_model_len": max_model_len,
+            "seed": seed,
+            "margin": method.margin,
+        },
     )
 
 

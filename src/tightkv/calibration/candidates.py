@@ -24,7 +24,6 @@ METHODS: tuple[MethodName, ...] = ("absmax", "percentile", "mse")
 
 _TWO_FACTOR_EXPONENTS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _QUERY_EXPONENTS = {"k": (0.0, 0.2), "v": (0.0,)}
-_CHANNEL_EXPONENTS = (0.5, 0.7, 0.85, 1.0)
 _MARGINS = (1.0, 1.25, 1.5, 2.0)
 _CLIPS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _PERCENTILE = 0.9999
@@ -85,7 +84,8 @@ class Candidate:
 
     Attributes:
         dynamic: the two-factor form.
-        exponent: how far channels are evened out: 0 not at all, 1 until all are equally loud.
+        exponent: of the two-factor form, how far channels are evened out: 0 not at all, 1 until all
+            are equally loud.
         query_exponent: how much finer the channels are stored whose queries are large (K alone).
         granularity: of a static scale.
         factor: what a static scale is multiplied by.
@@ -102,8 +102,7 @@ class Candidate:
         if self.dynamic:
             query = f"/q^{self.query_exponent:g}" if self.query_exponent else ""
             return f"absmax^{self.exponent:g}{query}"
-        power = f"^{self.exponent:g}" if self.granularity is Granularity.CHANNEL else ""
-        return f"{self.granularity.value}{power} ×{self.factor:g}"
+        return f"{self.granularity.value} ×{self.factor:g}"
 
     def scale(
         self, layer: LayerStatistics, name: str, method: Method, kv_cache_dtype: str
@@ -128,8 +127,9 @@ class Candidate:
         of_head = largest.amax(dim=-1)
         if self.granularity is Granularity.HEAD:
             return of_head
-        # Quiet channels keep room above what was seen of them, in proportion to how quiet they are.
-        return largest**self.exponent * of_head[:, None] ** (1 - self.exponent)
+        # Quiet channels keep room above what was seen of them, the more the quieter they are: text
+        # of another kind soon goes beyond it.
+        return (largest * of_head[:, None]).sqrt()
 
 
 PLAIN = Candidate(granularity=Granularity.TENSOR)
@@ -152,9 +152,8 @@ def candidates(method: Method, name: str) -> list[Candidate]:
     else:
         factors = (*_CLIPS, *_MARGINS) if method.name == "mse" else _MARGINS
     return [
-        Candidate(granularity=granularity, exponent=exponent, factor=factor)
+        Candidate(granularity=granularity, factor=factor)
         for granularity in Granularity
         if method.granularity in ("auto", granularity.value)
-        for exponent in (_CHANNEL_EXPONENTS if granularity is Granularity.CHANNEL else (1.0,))
         for factor in factors
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tightkv.calibration.candidates import DYNAMIC, PLAIN, Candidate, Method, candidates
+from tightkv.calibration.places import Place
 from tightkv.calibration.progress import Progress
 from tightkv.calibration.statistics import LayerStatistics
 from tightkv.calibration.trial import TrialError, try_formats
@@ -19,7 +20,7 @@ from tightkv.models import AttentionCall, LayerGeometry
 
 __all__ = ["Choice", "Search"]
 
-Place = tuple[int, str]
+TensorId = tuple[int, str]
 """A layer, and "k" or "v"."""
 
 # Text of another kind has values beyond those of the held-out text. A static scale is chosen as if
@@ -72,20 +73,20 @@ class Search:
         self._layers = {layer.layer_idx: layer for layer in layers}
         self._statistics = statistics
         self._backend = backend
-        self._errors: dict[tuple[Place, Candidate], TrialError] = {}
-        self._places = [(layer, name) for layer in self._layers for name in self._dtypes]
+        self._errors: dict[tuple[TensorId, Candidate], TrialError] = {}
+        self._tensors = [(layer, name) for layer in self._layers for name in self._dtypes]
 
     def run(
-        self, model: ObservedModel, windows: Sequence[Sequence[int]], progress: Progress
-    ) -> dict[Place, Choice]:
+        self, model: ObservedModel, places: Sequence[Place], progress: Progress
+    ) -> dict[TensorId, Choice]:
         """Try on held-out windows, choose, and measure what was chosen."""
         options = {name: candidates(self._method, name) for name in self._dtypes}
         unseen = _UNSEEN if self._method.static else 1.0
         self._try(
-            {place: options[place[1]] for place in self._places},
+            {tensor: options[tensor[1]] for tensor in self._tensors},
             unseen,
             model,
-            windows,
+            places,
             "trying scales",
             progress,
         )
@@ -93,28 +94,28 @@ class Search:
         self._errors.clear()
         yardsticks = (PLAIN, DYNAMIC)
         self._try(
-            {place: [candidate, *yardsticks] for place, candidate in taken.items()},
+            {tensor: [candidate, *yardsticks] for tensor, candidate in taken.items()},
             1.0,
             model,
-            windows,
+            places,
             "measuring the choice",
             progress,
         )
         return {
-            place: Choice(
-                self._policy(place, candidate),
+            tensor: Choice(
+                self._policy(tensor, candidate),
                 candidate,
-                *(self._errors[place, one] for one in (candidate, *yardsticks)),
+                *(self._errors[tensor, one] for one in (candidate, *yardsticks)),
             )
-            for place, candidate in taken.items()
+            for tensor, candidate in taken.items()
         }
 
     def _try(
         self,
-        options: Mapping[Place, Sequence[Candidate]],
+        options: Mapping[TensorId, Sequence[Candidate]],
         unseen: float,
         model: ObservedModel,
-        windows: Sequence[Sequence[int]],
+        places: Sequence[Place],
         stage: str,
         progress: Progress,
     ) -> None:
@@ -125,36 +126,38 @@ class Search:
             if layer is None:
                 return
             for name in self._dtypes:
-                place = (call.layer_idx, name)
-                for candidate in dict.fromkeys(options[place]):
-                    policy = self._policy(place, candidate, unseen)
+                tensor = (call.layer_idx, name)
+                for candidate in dict.fromkeys(options[tensor]):
+                    policy = self._policy(tensor, candidate, unseen)
                     error = try_formats(call, output, layer, self._backend, **{name: policy})
-                    self._errors.setdefault((place, candidate), TrialError()).add(error)
+                    self._errors.setdefault((tensor, candidate), TrialError()).add(error)
 
-        for done, window in enumerate(windows, start=1):
-            model.run(window, try_layer)
-            progress(stage, done, len(windows))
+        for done, place in enumerate(places, start=1):
+            model.run(place.token_ids, place.positions, try_layer)
+            progress(stage, done, len(places))
 
-    def _choose(self, options: Mapping[str, Sequence[Candidate]]) -> dict[Place, Candidate]:
+    def _choose(self, options: Mapping[str, Sequence[Candidate]]) -> dict[TensorId, Candidate]:
         if self._method.static:
-            return {place: self._best(options[place[1]], [place]) for place in self._places}
+            return {tensor: self._best(options[tensor[1]], [tensor]) for tensor in self._tensors}
         # One way for K and one for V: a layer alone would follow the noise.
         best = {
-            name: self._best(options[name], [place for place in self._places if place[1] == name])
+            name: self._best(
+                options[name], [tensor for tensor in self._tensors if tensor[1] == name]
+            )
             for name in self._dtypes
         }
-        return {place: best[place[1]] for place in self._places}
+        return {tensor: best[tensor[1]] for tensor in self._tensors}
 
-    def _best(self, options: Sequence[Candidate], places: Sequence[Place]) -> Candidate:
-        """The candidate with the least error over these places."""
+    def _best(self, options: Sequence[Candidate], tensors: Sequence[TensorId]) -> Candidate:
+        """The candidate with the least error over these tensors."""
 
         def error(candidate: Candidate) -> float:
-            return sum(self._errors[place, candidate].relative for place in places)
+            return sum(self._errors[tensor, candidate].relative for tensor in tensors)
 
         return min(options, key=error)
 
-    def _policy(self, place: Place, candidate: Candidate, unseen: float = 1.0) -> TensorPolicy:
-        layer, name = place
+    def _policy(self, tensor: TensorId, candidate: Candidate, unseen: float = 1.0) -> TensorPolicy:
+        layer, name = tensor
         dtype = self._dtypes[name]
         scale = candidate.scale(self._statistics[layer], name, self._method, dtype)
         return TensorPolicy(dtype, TensorScale(scale.values / unseen, scale.dynamic))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tightkv.calibration.places import Place
 from tightkv.calibration.progress import Progress
 from tightkv.engine.observed_model import ObservedModel
 from tightkv.models import AttentionCall
@@ -49,11 +50,15 @@ class TensorStatistics:
         loudest = self.range.amax(dim=-1)
         return float((loudest / torch.where(median > 0, median, loudest.clamp_min(1e-30))).max())
 
-    def add(self, x: torch.Tensor) -> None:
-        """Count one window `[num_tokens, num_kv_heads, size]` from its start."""
+    def add(self, x: torch.Tensor, is_at_start: bool = True) -> None:
+        """Count one window `[num_tokens, num_kv_heads, size]`.
+
+        Sinks stand at the first positions when served; elsewhere they are left out.
+        """
         magnitude = x.float().abs().cpu()
         sinks, rest = magnitude[:NUM_SINKS], magnitude[NUM_SINKS:]
-        self.sink_absmax = torch.maximum(self.sink_absmax, sinks.amax(dim=0))
+        if is_at_start:
+            self.sink_absmax = torch.maximum(self.sink_absmax, sinks.amax(dim=0))
         if not len(rest):
             return
         self.absmax = torch.maximum(self.absmax, rest.amax(dim=0))
@@ -95,10 +100,10 @@ class LayerStatistics:
     def query_rms(self) -> torch.Tensor:
         return (self._query_sum / max(1, self._num_queries)).sqrt().float()
 
-    def add(self, call: AttentionCall) -> None:
+    def add(self, call: AttentionCall, is_at_start: bool = True) -> None:
         """Count one window."""
-        self.k.add(call.key)
-        self.v.add(call.value)
+        self.k.add(call.key, is_at_start)
+        self.v.add(call.value, is_at_start)
         num_kv_heads, head_size = call.key.shape[1:]
         queries = call.query.double().cpu().view(len(call.query), num_kv_heads, -1, head_size)
         self._query_sum += (queries**2).sum(dim=(0, 2))
@@ -106,18 +111,19 @@ class LayerStatistics:
 
 
 def gather_statistics(
-    model: ObservedModel, windows: Sequence[Sequence[int]], progress: Progress
+    model: ObservedModel, places: Sequence[Place], progress: Progress
 ) -> dict[int, LayerStatistics]:
     """Statistics of every layer that stores K and V of its own, over all windows."""
     found: dict[int, LayerStatistics] = {}
+    for done, place in enumerate(places, start=1):
 
-    def note(call: AttentionCall, _: torch.Tensor) -> None:
-        if call.layer_idx not in found:
-            num_kv_heads, head_size = call.key.shape[1:]
-            found[call.layer_idx] = LayerStatistics(num_kv_heads, head_size, call.value.shape[2])
-        found[call.layer_idx].add(call)
+        def note(call: AttentionCall, _: torch.Tensor, first: int = place.first_position) -> None:
+            if call.layer_idx not in found:
+                num_kv_heads, head_size = call.key.shape[1:]
+                value_size = call.value.shape[2]
+                found[call.layer_idx] = LayerStatistics(num_kv_heads, head_size, value_size)
+            found[call.layer_idx].add(call, is_at_start=first == 0)
 
-    for done, window in enumerate(windows, start=1):
-        model.run(window, note)
-        progress("measuring K and V", done, len(windows))
+        model.run(place.token_ids, place.positions, note)
+        progress("measuring K and V", done, len(places))
     return found

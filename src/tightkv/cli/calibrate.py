@@ -109,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(f"--data has {_SELF} and other text: give one or the other.")
     check_target(arguments.output)
     texts = None if _SELF in arguments.data else read_documents(arguments.data)
+    model = ModelConfig(**engine_options(arguments, parts=("model",)))
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
@@ -122,8 +123,9 @@ def run(arguments: argparse.Namespace) -> int:
             bars.update(tasks[stage], completed=done)
 
         result = calibrate(
-            ModelConfig(**engine_options(arguments, parts=("model",))),
+            model,
             texts,
+            max_model_len=model.max_model_len,
             sources=[Path(name).name for name in arguments.data],
             progress=show,
             **{name: given[name] for name in _OPTIONS if given[name] is not None},

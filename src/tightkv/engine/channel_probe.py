@@ -35,14 +35,26 @@ AbsMax = dict[str, torch.Tensor]
 
 
 def probe_factors(
-    model: LoadedModel, geometry: ModelGeometry, backend: Backend, device: torch.device
+    model: LoadedModel,
+    geometry: ModelGeometry,
+    backend: Backend,
+    device: torch.device,
+    max_model_len: int,
 ) -> dict[int, LayerScales]:
-    """Channel factors of every layer that stores K and V, under a dynamic scale."""
-    path = _path(model)
+    """Channel factors of every layer that stores K and V, under a dynamic scale.
+
+    Args:
+        model: to be probed.
+        geometry: its layers.
+        backend: kernels to run it with.
+        device: where it lies.
+        max_model_len: positions that will be served.
+    """
+    path = _path(model, max_model_len)
     names = {f"{tensor}.{layer.layer_idx}" for layer in geometry.layers for tensor in "kv"}
     absmax = _load(path)
     if set(absmax) != names:
-        absmax = _measure(model, geometry, backend, device)
+        absmax = _measure(model, geometry, backend, device, max_model_len)
         _keep(path, absmax)
     factors = {
         name: TensorScale(audible(x) ** PROBE_EXPONENT, dynamic=True) for name, x in absmax.items()
@@ -56,7 +68,11 @@ def probe_factors(
 
 
 def _measure(
-    model: LoadedModel, geometry: ModelGeometry, backend: Backend, device: torch.device
+    model: LoadedModel,
+    geometry: ModelGeometry,
+    backend: Backend,
+    device: torch.device,
+    max_model_len: int,
 ) -> AbsMax:
     found: AbsMax = {}
 
@@ -64,16 +80,18 @@ def _measure(
         for name, x in (("k", call.key), ("v", call.value)):
             found[f"{name}.{call.layer_idx}"] = x.float().abs().amax(dim=0).cpu()
 
-    num_tokens = min(_NUM_TOKENS, model.max_position)
+    num_tokens = min(_NUM_TOKENS, max_model_len)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(model.vocab_size, (num_tokens,), generator=generator).tolist()
-    ObservedModel(model, geometry, backend, device, num_tokens).run(token_ids, note)
+    # From the first to the last: what RoPE turns slowly gets loud late.
+    positions = torch.linspace(0, max_model_len - 1, num_tokens).long()
+    ObservedModel(model, geometry, backend, device, num_tokens).run(token_ids, positions, note)
     return found
 
 
-def _path(model: LoadedModel) -> Path:
-    name = f"{model.identity.weights[:32]}-{dtype_name(model.dtype)}-{_VERSION}.safetensors"
-    return cache_folder("probes") / name
+def _path(model: LoadedModel, max_model_len: int) -> Path:
+    parts = (model.identity.weights[:32], dtype_name(model.dtype), max_model_len, _VERSION)
+    return cache_folder("probes") / f"{'-'.join(map(str, parts))}.safetensors"
 
 
 def _load(path: Path) -> AbsMax:

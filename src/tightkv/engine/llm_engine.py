@@ -92,7 +92,7 @@ class LLMEngine:
             config.model, self.device, lambda known: _check_policy(config.cache, sources, known)
         )
         geometry = prepare_model(self.model.model)
-        self._policy = self._decide_policy(config.cache, geometry, sources)
+        self._policy = self._decide_policy(config, geometry, sources)
         groups = group_layers(
             resolve_specs(self._policy, geometry, config.cache.block_size, self.model.dtype)
         )
@@ -310,14 +310,15 @@ class LLMEngine:
         return max(budget, config.model.max_model_len or self.model.max_position)
 
     def _decide_policy(
-        self, cache: CacheConfig, geometry: ModelGeometry, sources: PolicySources
+        self, config: EngineConfig, geometry: ModelGeometry, sources: PolicySources
     ) -> KVCachePolicy:
         """Formats and scales of every layer, those of a probe too."""
         sources = replace(sources, checkpoint=self.model.kv_scales)
         sources.check_identity(self.model.identity)
-        policy: KVCachePolicy = resolve_policy(cache, geometry, sources)
+        policy: KVCachePolicy = resolve_policy(config.cache, geometry, sources)
         if probed_layers(policy):
-            factors = probe_factors(self.model, geometry, self._backend, self.device)
+            longest = config.model.max_model_len or self.model.max_position
+            factors = probe_factors(self.model, geometry, self._backend, self.device, longest)
             policy = with_probe(policy, factors)
         log_sources(policy, sources)
         return policy
@@ -343,6 +344,8 @@ def _check_policy(cache: CacheConfig, sources: PolicySources, known: Checkpoint)
     """Refuse scales that do not fit, before the weights load; the engine checks again after it."""
     sources = replace(sources, checkpoint=known.kv_scales)
     sources.check_identity(known.identity)
+    if not (sources.path or cache.kv_cache_scales or cache.kv_cache_dtype_skip_layers):
+        return
     geometry = geometry_without_weights(known.config)
     if geometry is not None:
         resolve_policy(cache, geometry, sources)

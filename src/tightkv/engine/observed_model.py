@@ -48,8 +48,17 @@ class ObservedModel:
         self._stored = {layer.layer_idx for layer in geometry.layers}
 
     @torch.inference_mode()
-    def run(self, token_ids: Sequence[int], observer: AttentionObserver) -> None:
-        """Read one window; the observer sees each layer that stores K and V of its own."""
+    def run(
+        self, token_ids: Sequence[int], positions: torch.Tensor, observer: AttentionObserver
+    ) -> None:
+        """Read one window; the observer sees each layer that stores K and V of its own.
+
+        Args:
+            token_ids: the window.
+            positions: int64 `[num_tokens]`, where the tokens stand. With RoPE attention only
+                depends on their differences, but what is stored of K depends on themselves.
+            observer: told of each layer.
+        """
         metadata = window_metadata(len(token_ids), len(self._storage.groups), self._device)
         attention = PagedAttention(self._storage, metadata)
 
@@ -62,7 +71,7 @@ class ObservedModel:
         with attend_with(attend):
             self._model.model(
                 input_ids=torch.tensor(token_ids, device=self._device)[None],
-                position_ids=torch.arange(len(token_ids), device=self._device)[None],
+                position_ids=positions.to(self._device)[None],
                 use_cache=False,
                 logits_to_keep=1,
             )
