@@ -27,6 +27,7 @@ TensorId = tuple[int, str]
 # they were so many times as large; measured on text of another kind, this picks better than the
 # held-out error as it is (docs/calibration.md).
 _UNSEEN = 1.25
+_CLEARLY_BETTER = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +138,31 @@ class Search:
             progress(stage, done, len(places))
 
     def _choose(self, options: Mapping[str, Sequence[Candidate]]) -> dict[TensorId, Candidate]:
+        own = {tensor: self._best(options[tensor[1]], [tensor]) for tensor in self._tensors}
         if self._method.static:
-            return {tensor: self._best(options[tensor[1]], [tensor]) for tensor in self._tensors}
-        # One way for K and one for V: a layer alone would follow the noise.
-        best = {
-            name: self._best(
-                options[name], [tensor for tensor in self._tensors if tensor[1] == name]
-            )
+            return own
+        # One way for K and one for V, since a layer alone would follow the noise, save where its
+        # own is clearly better: layers with outliers.
+        common = {
+            name: self._best(options[name], [tensor for tensor in own if tensor[1] == name])
             for name in self._dtypes
         }
-        return {tensor: best[tensor[1]] for tensor in self._tensors}
+        return {
+            tensor: best
+            if self._relative(tensor, best)
+            < _CLEARLY_BETTER * self._relative(tensor, common[tensor[1]])
+            else common[tensor[1]]
+            for tensor, best in own.items()
+        }
+
+    def _relative(self, tensor: TensorId, candidate: Candidate) -> float:
+        return self._errors[tensor, candidate].relative
 
     def _best(self, options: Sequence[Candidate], tensors: Sequence[TensorId]) -> Candidate:
         """The candidate with the least error over these tensors."""
 
         def error(candidate: Candidate) -> float:
-            return sum(self._errors[tensor, candidate].relative for tensor in tensors)
+            return sum(self._relative(tensor, candidate) for tensor in tensors)
 
         return min(options, key=error)
 
