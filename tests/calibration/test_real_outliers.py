@@ -36,7 +36,9 @@ def with_outliers(factor: float) -> LoadedModel:
     pack_linear_layers(model)
     clean = smollm2()
     # Another identity, or a probe of the clean model would be taken for one of this.
-    return replace(clean, model=model, identity=replace(clean.identity, weights=f"{factor:064.0f}"))
+    return replace(
+        clean, model=model, identity=replace(clean.identity, weights=f"{factor:.0f}".ljust(64, "0"))
+    )
 
 
 def logits(model: LoadedModel, **options: Any) -> torch.Tensor:
