@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from real_model import smollm2
+from real_model import smollm2, smollm2_folder
 from tightkv import LLM, SamplingParams
 from tightkv.metrics import Divergence
 from tightkv.models.compatibility import quiet_transformers
-from tightkv.models.gguf import convert_gguf
 from tiny_engine import logits_by_position
 
 NUM_PROMPTS, NUM_TOKENS = 20, 64
@@ -36,7 +34,7 @@ def texts() -> list[str]:
 def generate_with_transformers(prompts: list[list[int]]) -> list[list[int]]:
     with quiet_transformers():
         plain = AutoModelForCausalLM.from_pretrained(
-            convert_gguf(Path(smollm2().name)), dtype=torch.float32, attn_implementation="sdpa"
+            smollm2_folder(), dtype=torch.float32, attn_implementation="sdpa"
         )
         answers = []
         for prompt in prompts:
