@@ -19,8 +19,9 @@ from typing import Any
 from benchmarks.default_model import default_model
 from benchmarks.quality.kv_quality import Arm, measure_prefill
 
-from tightkv import LLM, LayerScales, get_kv_cache_scales
+from tightkv import LLM, get_kv_cache_scales
 from tightkv.calibration import read_documents
+from tightkv.engine.policy import scales_of
 from tightkv.models import LoadedModel
 
 WINDOW = 512
@@ -60,9 +61,7 @@ def calibrated_arm(
         max_model_len=settings["max_model_len"],
         **CALIBRATED[name],
     )
-    scales = {
-        layer: LayerScales(of.k.scale, of.v.scale) for layer, of in content.policy(name).items()
-    }
+    scales = scales_of(content.policy(name))
     llm = LLM(model, kv_cache_dtype=name.split()[0], kv_cache_scales=scales, **settings)
     return Arm(f"{name}, {size}", llm)
 

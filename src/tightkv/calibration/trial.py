@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tightkv.engine.observed_model import EXACT, layer_spec, window_metadata
+from tightkv.engine.observed_model import EXACT, window_metadata, window_spec
 from tightkv.formats import LayerScales, TensorPolicy
 from tightkv.kernels import Backend
 from tightkv.kvcache import KVCacheStorage, group_layers
@@ -66,7 +66,7 @@ def try_formats(
         v: how to store V.
     """
     num_tokens, device = len(call.query), call.query.device
-    spec = layer_spec(layer, k, v)
+    spec = window_spec(layer, k, v)
     storage = KVCacheStorage(
         group_layers([spec]),
         -(-num_tokens // spec.block_size),

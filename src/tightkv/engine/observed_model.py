@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tightkv.engine.model_runner import PagedAttention
-from tightkv.formats import TensorPolicy, resolve_format
+from tightkv.engine.resolve import layer_spec
+from tightkv.formats import LayerPolicy, TensorPolicy
 from tightkv.kernels import AttentionBatch, Backend
 from tightkv.kvcache import AttentionMetadata, KVCacheSpec, KVCacheStorage, group_layers
 from tightkv.models import AttentionCall, LayerGeometry, LoadedModel, ModelGeometry, attend_with
 
-__all__ = ["EXACT", "AttentionObserver", "ObservedModel", "layer_spec", "window_metadata"]
+__all__ = ["EXACT", "AttentionObserver", "ObservedModel", "window_metadata", "window_spec"]
 
 AttentionObserver = Callable[[AttentionCall, torch.Tensor], None]
 """Is given a layer's call and its output `[num_tokens, num_heads, value_size]`."""
@@ -35,7 +36,7 @@ class ObservedModel:
         max_tokens: int,
     ) -> None:
         """Allocate a cache of `max_tokens`, the longest window."""
-        specs = [layer_spec(layer, EXACT, EXACT) for layer in geometry.layers]
+        specs = [window_spec(layer, EXACT, EXACT) for layer in geometry.layers]
         self._model = model
         self._device = device
         self._storage = KVCacheStorage(
@@ -77,18 +78,9 @@ class ObservedModel:
             )
 
 
-def layer_spec(layer: LayerGeometry, k: TensorPolicy, v: TensorPolicy) -> KVCacheSpec:
+def window_spec(layer: LayerGeometry, k: TensorPolicy, v: TensorPolicy) -> KVCacheSpec:
     """The cache of a layer for one window."""
-    return KVCacheSpec(
-        layer_idx=layer.layer_idx,
-        block_size=_BLOCK_SIZE,
-        num_kv_heads=layer.num_kv_heads,
-        head_size=layer.head_size,
-        value_size=layer.value_size,
-        k_format=resolve_format(k.kv_cache_dtype, torch.float32, k.scale),
-        v_format=resolve_format(v.kv_cache_dtype, torch.float32, v.scale),
-        sliding_window=layer.sliding_window,
-    )
+    return layer_spec(layer, LayerPolicy(k, v), _BLOCK_SIZE, torch.float32)
 
 
 def window_metadata(num_tokens: int, num_groups: int, device: torch.device) -> AttentionMetadata:

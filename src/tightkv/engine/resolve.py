@@ -24,7 +24,14 @@ from tightkv.kvcache import KVCacheSpec, LayerGroup
 from tightkv.models import LayerGeometry, ModelGeometry
 from tightkv.planning import MemoryPlan
 
-__all__ = ["check_config", "log_plan", "resolve_config", "resolve_device", "resolve_specs"]
+__all__ = [
+    "check_config",
+    "layer_spec",
+    "log_plan",
+    "resolve_config",
+    "resolve_device",
+    "resolve_specs",
+]
 
 _logger = logging.getLogger("tightkv")
 
@@ -78,7 +85,8 @@ def resolve_specs(
         ScaleError: for scales that their format cannot use.
     """
     return tuple(
-        _spec(layer, policy[layer.layer_idx], block_size, model_dtype) for layer in geometry.layers
+        layer_spec(layer, policy[layer.layer_idx], block_size, model_dtype)
+        for layer in geometry.layers
     )
 
 
@@ -162,9 +170,11 @@ def _check_dtypes(cache: CacheConfig) -> None:
         )
 
 
-def _spec(
+def layer_spec(
     layer: LayerGeometry, policy: LayerPolicy, block_size: int, model_dtype: torch.dtype
 ) -> KVCacheSpec:
+    """What one layer stores; errors as in `resolve_specs`."""
+
     def tensor_format(name: str, tensor: TensorPolicy) -> TensorFormat:
         try:
             return resolve_format(tensor.kv_cache_dtype, model_dtype, tensor.scale)
