@@ -4,7 +4,7 @@ from tightkv.calibration import get_kv_cache_scales
 from tightkv.config import EngineConfig
 from tightkv.engine.llm_engine import LLMEngine
 from tightkv.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from tightkv.engine.sampling_params import SamplingParams
+from tightkv.engine.sampling_params import SamplingParams, StructuredOutputs
 from tightkv.errors import TightKVError
 from tightkv.formats import LayerScales, TensorScale
 from tightkv.llm import LLM
@@ -20,6 +20,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "TensorScale",
     "TightKVError",
     "get_kv_cache_scales",

@@ -21,6 +21,7 @@ __all__ = [
     "EngineConfig",
     "ModelConfig",
     "SchedulerConfig",
+    "ServerConfig",
 ]
 
 
@@ -61,6 +62,7 @@ class CacheConfig:
         "layers kept in the model's data type: indices, negative from the end, ranges as 0-7, "
         "or sliding_window",
         item=str,
+        metavar="LAYER",
     )
     quantization_config_path: str | None = _option(
         None,
@@ -75,6 +77,9 @@ class CacheConfig:
         0.9, "share of the device's memory (on a CPU: of the free memory) for weights and KV cache"
     )
     enable_prefix_caching: bool = _option(True, "reuse the blocks of equal prompt beginnings")
+    swap_space: float = _option(
+        0.0, "GiB for blocks of preempted sequences; only 0: they are computed anew"
+    )
     kv_cache_scales: Any = field(default=None, metadata={"python_only": True})
 
 
@@ -95,6 +100,44 @@ class DeviceConfig:
     """Where the engine runs."""
 
     device: str = _option("auto", "device to run on", choices=("auto", "cpu"))
+    tensor_parallel_size: int = _option(1, "devices that share the model; only 1 is served")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How the HTTP server listens, whom it serves, and where it stops."""
+
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
+    port: int = _option(8000, "port to listen on; 0 takes a free one")
+    api_key: tuple[str, ...] = _option(
+        (),
+        "keys, one of which requests must bring (Authorization: Bearer KEY); also taken from "
+        "TIGHTKV_API_KEY",
+        item=str,
+        metavar="KEY",
+    )
+    served_model_name: tuple[str, ...] = _option(
+        (), "names of the model in requests, the first in answers; default: MODEL", item=str
+    )
+    max_queue_len: int = _option(
+        1024, "most requests that wait; a further one is answered 503 with Retry-After"
+    )
+    max_request_bytes: int = _option(8 * 2**20, "longest request body", bytes=True)
+    max_logprobs: int = _option(20, "most log-probabilities per token that a request may ask for")
+    shutdown_timeout: float = _option(
+        30.0, "seconds that running requests have to finish after SIGTERM"
+    )
+    kv_quality_sample_rate: float = _option(
+        0.0,
+        "share of finished requests that are scored again when the engine is idle, with the KV "
+        "cache as served and in full precision",
+    )
+    enable_log_requests: bool = _option(False, "also log the text of prompts")
+    allowed_origins: tuple[str, ...] = _option(
+        (), "origins that browsers may call from (CORS)", item=str, metavar="ORIGIN"
+    )
+    ssl_certfile: str | None = _option(None, "certificate, for HTTPS")
+    ssl_keyfile: str | None = _option(None, "key of the certificate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +186,31 @@ REFUSED_OPTIONS: dict[str, str] = {
     "limit_mm_per_prompt": "images, audio and video are not served; send text.",
     "quantization": "weights are served as the checkpoint holds them; leave it out.",
     "load_format": "weights are read from safetensors or GGUF; leave it out.",
-    "tensor_parallel_size": "one process serves on one device; leave it out.",
     "pipeline_parallel_size": "one process serves on one device; leave it out.",
-    "swap_space": "preempted sequences are computed anew, not moved; leave it out.",
+    "data_parallel_size": "one process serves on one device; start several behind a proxy.",
+    "cpu_offload_gb": "weights stay on the device; leave it out.",
+    "calculate_kv_scales": "scales come from `tightkv calibrate` or from a probe; leave it out.",
+    "quantization_param_path": "give the file to --quantization-config-path.",
+    "guided_decoding_backend": "llguidance alone makes structured outputs; leave it out.",
+    "tokenizer_mode": "the tokenizer is transformers' own; leave it out.",
+    "enable_expert_parallel": "one process serves on one device; leave it out.",
+    "kv_transfer_config": "the KV cache stays in this process; leave it out.",
+    "enforce_eager": "nothing is captured or compiled at start; leave it out.",
+    "compilation_config": "nothing is captured or compiled at start; leave it out.",
+    "disable_log_requests": "prompts are logged only with --enable-log-requests; leave it out.",
+    "disable_log_stats": "metrics are at /metrics, not in the log; leave it out.",
+    "max_seq_len_to_capture": "nothing is captured at start; leave it out.",
+    "preemption_mode": "preempted sequences are computed anew; leave it out.",
+    "num_scheduler_steps": "each step is scheduled; leave it out.",
+    "use_v2_block_manager": "there is one block manager; leave it out.",
+    "tool_call_parser": "the form of tool calls is read from the chat template; leave it out.",
+    "enable_auto_tool_choice": "tool_choice auto is always served; leave it out.",
+    "reasoning_parser": "answers are not split into reasoning and rest; leave it out.",
+    "response_role": "answers have the role assistant; leave it out.",
+    "generation_config": "sampling defaults are OpenAI's; leave it out.",
+    "root_path": "paths are served as they are: let the proxy strip its prefix.",
+    "hf_token": "log in with the `hf` command; leave it out.",
+    "uvicorn_log_level": "the log is TightKV's; --quiet shows warnings only.",
 }
 """Options that other engines have and this one does not, each with what to do instead."""
 

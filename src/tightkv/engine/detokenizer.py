@@ -47,11 +47,18 @@ class IncrementalDetokenizer:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._pieces: list[str] = []
+        self._num_taken = 0
 
     @property
     def text(self) -> str:
         """All text returned so far."""
         return "".join(self._pieces)
+
+    def take_new_text(self) -> str:
+        """The text that has come since the last call."""
+        new = self._pieces[self._num_taken :]
+        self._num_taken = len(self._pieces)
+        return "".join(new)
 
     @property
     def stop_reason(self) -> str | None:

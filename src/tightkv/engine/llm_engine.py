@@ -13,6 +13,7 @@ from tightkv.engine.batch import build_forward_batch
 from tightkv.engine.channel_probe import probe_factors
 from tightkv.engine.clip_watch import ClipWatch
 from tightkv.engine.detokenizer import IncrementalDetokenizer
+from tightkv.engine.grammar import GrammarCompiler
 from tightkv.engine.model_runner import ModelRunner
 from tightkv.engine.output_processor import LogitsObserver, OutputProcessor
 from tightkv.engine.outputs import FinishReason
@@ -63,8 +64,11 @@ class LLMEngine:
     Attributes:
         config: what is served; nothing in it is "auto".
         model: the model, which other engines of the same thread may share.
+        policy: formats and scales of each layer.
+        pool_request: what the pool's size was planned from.
         plan: the pool.
         stats: counters since the start.
+        grammars: what `structured_outputs` are compiled by; other threads may use it, too.
     """
 
     def __init__(
@@ -73,8 +77,15 @@ class LLMEngine:
         *,
         model: LoadedModel | None = None,
         backend: Backend | None = None,
+        reserved_bytes: int = 0,
     ) -> None:
         """Load the model (unless one is given), size the pool, allocate the cache.
+
+        Args:
+            config: what is asked for.
+            model: loaded already; other engines may share it.
+            backend: the kernels; default: those of the device.
+            reserved_bytes: memory that the plan leaves to others of this process.
 
         Raises:
             ConfigError: for settings that contradict each other or the model.
@@ -85,19 +96,21 @@ class LLMEngine:
         self.device = resolve_device(config.device.device)
         self._backend = backend or select_backend(self.device)
         total_bytes = available_memory()
-        if model is not None and total_bytes is not None:
-            total_bytes += model.weight_bytes  # in memory already, and planned for below
+        if total_bytes is not None:
+            # A given model is in memory already, and planned for below.
+            total_bytes += (model.weight_bytes if model else 0) - reserved_bytes
         sources = PolicySources.read(config.cache)
         self.model = model or load_model(
             config.model, self.device, lambda known: _check_policy(config.cache, sources, known)
         )
         geometry = prepare_model(self.model.model)
-        self._policy = self._decide_policy(config, geometry, sources)
+        self.policy = self._decide_policy(config, geometry, sources)
         groups = group_layers(
-            resolve_specs(self._policy, geometry, config.cache.block_size, self.model.dtype)
+            resolve_specs(self.policy, geometry, config.cache.block_size, self.model.dtype)
         )
-        self.plan = plan_memory(groups, config.cache, self._pool_request(config, total_bytes))
-        self.config = resolve_config(config, self.plan, self._policy, dtype_name(self.model.dtype))
+        self.pool_request = self._pool_request(config, total_bytes)
+        self.plan = plan_memory(groups, config.cache, self.pool_request)
+        self.config = resolve_config(config, self.plan, self.policy, dtype_name(self.model.dtype))
         self.storage = self._allocate(groups, geometry)
         log_plan(self.device, self.plan, groups, f"{self._backend.name} ({self._backend.reason})")
         self.manager = KVCacheManager(
@@ -112,12 +125,20 @@ class LLMEngine:
         self._clip_watch = ClipWatch(self.storage)
         self._runner = ModelRunner(self.model, self.storage)
         self._processor = OutputProcessor(self.model.tokenizer, self.model.eos_token_ids)
+        self.grammars = GrammarCompiler(
+            self.model.tokenizer, self.model.vocab_size, self.model.eos_token_ids
+        )
         self._requests: dict[str, Request] = {}
         self._num_added = 0
 
     @property
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The unfinished requests, oldest first."""
+        return tuple(self._requests.values())
 
     def observe_logits(self, observer: LogitsObserver | None) -> None:
         """Let `observer` see the logits from which each token is taken (evaluation)."""
@@ -129,6 +150,7 @@ class LLMEngine:
         prompt: str | Seq[int],
         params: SamplingParams,
         prompt_text: str | None = None,
+        cache_salt: str = "",
     ) -> Request:
         """Queue a request.
 
@@ -137,6 +159,7 @@ class LLMEngine:
             prompt: text, or token ids.
             params: how to answer.
             prompt_text: the text of a prompt given as token ids, for the output.
+            cache_salt: requests share prefixes only with those of the same salt.
 
         Raises:
             RequestError: if it can never be served; nothing is queued.
@@ -151,7 +174,7 @@ class LLMEngine:
             token_ids = _as_ints(prompt)
         self._check_prompt(token_ids, params)
         params.check_against_vocabulary(self.model.vocab_size)
-        request = self._make_request(request_id, prompt_text, token_ids, params)
+        request = self._make_request(request_id, prompt_text, token_ids, params, cache_salt)
         self._requests[request_id] = request
         for sequence in request.sequences:
             self.scheduler.add(sequence)
@@ -259,15 +282,22 @@ class LLMEngine:
             )
 
     def _make_request(
-        self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        cache_salt: str,
     ) -> Request:
+        form = params.structured_outputs
+        grammars = [self.grammars.compile(form) if form else None for _ in range(params.n)]
         self._num_added += 1
         default_seed = random.Random(f"{self.config.scheduler.seed}/{self._num_added}").getrandbits(
             32
         )
         room = self.plan.max_model_len - len(token_ids)
         sequences: list[Sequence] = []
-        for index in range(params.n):
+        for index, grammar in enumerate(grammars):
             sequences.append(
                 Sequence(
                     seq_id=f"{request_id}/{index}",
@@ -278,10 +308,15 @@ class LLMEngine:
                     token_ids=list(token_ids),
                     max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                     sampling=SamplingState.create(
-                        params, token_ids, default_seed, self.model.eos_token_ids, index=index
+                        params,
+                        token_ids,
+                        default_seed,
+                        self.model.eos_token_ids,
+                        index=index,
+                        grammar=grammar,
                     ),
                     detokenizer=IncrementalDetokenizer(self.model.tokenizer, token_ids, params),
-                    hasher=self.manager.new_hasher(str(self._num_added)),
+                    hasher=self.manager.new_hasher(str(self._num_added), cache_salt),
                     leader=sequences[0] if index else None,
                 )
             )
@@ -335,7 +370,7 @@ class LLMEngine:
             self.plan.num_blocks,
             self.device,
             self._backend,
-            scales_of(self._policy),
+            scales_of(self.policy),
             geometry.kv_sources,
         )
 

@@ -88,16 +88,15 @@ class OutputProcessor:
         sequence.detokenizer.append(token.token_id)
         if sequence.detokenizer.stop_reason is not None:
             sequence.finish("stop", sequence.detokenizer.stop_reason)
+        elif sequence.sampling.is_text_complete:
+            sequence.finish("stop")
         elif sequence.sampling.is_forced_out or sequence.num_output_tokens >= sequence.max_tokens:
             sequence.finish("length")
 
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
         params = sequence.params
-        if params.forced_token_ids is not None:
-            return False
-        if token_id in self._eos_token_ids and not params.ignore_eos:
-            return True
-        return token_id in (params.stop_token_ids or ())
+        is_eos = token_id in self._eos_token_ids and params.ends_at_eos
+        return is_eos or token_id in params.stop_tokens
 
     def _note_prompt_logprobs(self, chunk: ScheduledChunk, logits: torch.Tensor) -> None:
         sequence = chunk.sequence

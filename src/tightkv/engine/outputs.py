@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestOutput"]
+__all__ = [
+    "CompletionDelta",
+    "CompletionOutput",
+    "FinishReason",
+    "Logprob",
+    "RequestDelta",
+    "RequestOutput",
+]
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
@@ -69,6 +76,44 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    num_cached_tokens: int = 0
+    prompt_logprobs: tuple[Mapping[int, Logprob] | None, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionDelta:
+    """What has come to a completion since it was last asked for; pieces add up to the whole.
+
+    Attributes:
+        index: from 0 to `n - 1`.
+        text: new text; lags behind the tokens where a character or a stop string is open.
+        token_ids: new tokens.
+        logprobs: of the new tokens; None if none were asked for.
+        finish_reason: None while it is running.
+        stop_reason: as in `CompletionOutput`.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Mapping[int, Logprob], ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDelta:
+    """What has come to a request since it was last asked for.
+
+    Attributes:
+        completions: those that have changed.
+        finished, num_cached_tokens, error: as in `RequestOutput`.
+        prompt_logprobs: of the whole prompt, once, as soon as they are complete.
+    """
+
+    completions: tuple[CompletionDelta, ...]
     finished: bool
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[Mapping[int, Logprob] | None, ...] | None = None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from tightkv.engine.outputs import RequestOutput
+from tightkv.engine.outputs import Logprob, RequestDelta, RequestOutput
 from tightkv.engine.sequence import Sequence, all_finished
 
 __all__ = ["Request"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Request:
     """A prompt and its `n` sequences."""
 
@@ -18,6 +19,7 @@ class Request:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     sequences: tuple[Sequence, ...]
+    _has_told_prompt_logprobs: bool = field(default=False, init=False)
 
     @property
     def is_finished(self) -> bool:
@@ -35,5 +37,29 @@ class Request:
             finished=self.is_finished,
             num_cached_tokens=first.num_cached_tokens or 0,
             prompt_logprobs=tuple(first.prompt_logprobs) if wants_prompt_logprobs else None,
-            error=next((s.error for s in self.sequences if s.error), None),
+            error=self.error,
         )
+
+    @property
+    def error(self) -> str | None:
+        """Why the request failed; None if it did not."""
+        return next((sequence.error for sequence in self.sequences if sequence.error), None)
+
+    def take_delta(self) -> RequestDelta:
+        """What has come since the last call."""
+        taken = (sequence.take_delta() for sequence in self.sequences)
+        return RequestDelta(
+            completions=tuple(delta for delta in taken if delta is not None),
+            finished=self.is_finished,
+            num_cached_tokens=self.sequences[0].num_cached_tokens or 0,
+            prompt_logprobs=self._take_prompt_logprobs(),
+            error=self.error,
+        )
+
+    def _take_prompt_logprobs(self) -> tuple[Mapping[int, Logprob] | None, ...] | None:
+        first = self.sequences[0]
+        is_due = first.params.prompt_logprobs is not None and not first.needs_prompt_logprobs
+        if self._has_told_prompt_logprobs or not is_due:
+            return None
+        self._has_told_prompt_logprobs = True
+        return tuple(first.prompt_logprobs)

@@ -53,6 +53,16 @@ def check_config(config: EngineConfig) -> None:
         )
     if config.device.device not in ("auto", "cpu"):
         raise ConfigError(f"Unknown device {config.device.device!r}: choose auto or cpu.")
+    if config.device.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.device.tensor_parallel_size}: one process serves on "
+            "one device; leave it at 1."
+        )
+    if cache.swap_space != 0:
+        raise ConfigError(
+            f"swap_space is {cache.swap_space:g}: preempted sequences are computed anew, not "
+            "moved; leave it at 0."
+        )
     check_skip_layers(cache)
     positive = {
         "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tightkv.engine.grammar import GrammarMatcher
 from tightkv.engine.outputs import Logprob
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.errors import EngineError
@@ -68,6 +69,7 @@ class SamplingState:
         bias_values: float32 [n], values of `logit_bias`.
         num_output_tokens: tokens sampled so far.
         history: counts for the penalties; None until a penalty needs them.
+        grammar: what the text must follow, up to where it has come; None if it is free.
     """
 
     params: SamplingParams
@@ -78,6 +80,7 @@ class SamplingState:
     bias_values: Tensor
     num_output_tokens: int = 0
     history: _TokenHistory | None = None
+    grammar: GrammarMatcher | None = None
 
     @classmethod
     def create(
@@ -88,6 +91,7 @@ class SamplingState:
         eos_token_ids: Collection[int] = (),
         *,
         index: int = 0,
+        grammar: GrammarMatcher | None = None,
     ) -> SamplingState:
         """Begin a sequence.
 
@@ -97,6 +101,7 @@ class SamplingState:
             default_seed: taken if `params.seed` is None; differs from sequence to sequence.
             eos_token_ids: the model's end-of-sequence tokens.
             index: which of the `n` completions; added to the seed, as vLLM does.
+            grammar: of `params.structured_outputs`, at its beginning, this sequence's own.
         """
         seed = default_seed if params.seed is None else params.seed
         bias = params.logit_bias or {}
@@ -108,6 +113,7 @@ class SamplingState:
             ending_token_ids=_ids(_ending_token_ids(params, eos_token_ids)),
             bias_token_ids=_ids(bias),
             bias_values=torch.tensor(list(bias.values()), dtype=torch.float32),
+            grammar=grammar,
         )
 
     @property
@@ -140,14 +146,24 @@ class SamplingState:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether bias, minimum length or penalties act on the next token."""
-        return bool(self.params.logit_bias) or self.is_below_min_tokens or self.params.has_penalties
+        """Whether bias, a grammar, minimum length or penalties act on the next token."""
+        return (
+            bool(self.params.logit_bias)
+            or self.grammar is not None
+            or self.is_below_min_tokens
+            or self.params.has_penalties
+        )
 
     @property
     def takes_best(self) -> bool:
         """Whether the next token is that of the highest logit, as the model made it."""
         params = self.params
         return params.is_greedy and params.forced_token_ids is None and not self.changes_logits
+
+    @property
+    def is_text_complete(self) -> bool:
+        """Whether the sequence is at its end because its grammar lets nothing more follow."""
+        return self.grammar is not None and self.grammar.is_finished
 
     def record(self, token_id: int) -> None:
         """Count a token of the output; the sampler does so for each one it returns."""
@@ -265,8 +281,7 @@ def _ids(token_ids: Collection[int]) -> Tensor:
 
 
 def _ending_token_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> list[int]:
-    eos = () if params.ignore_eos else eos_token_ids
-    return sorted({*eos, *(params.stop_token_ids or ())})
+    return sorted({*(eos_token_ids if params.ends_at_eos else ()), *params.stop_tokens})
 
 
 def _batch_choices(logits: Tensor, states: Sequence[SamplingState]) -> Sequence[int | None]:
@@ -286,9 +301,9 @@ def _sample_row(
     if choice is None:
         choice = _choose(row, peak, state)
     if choice is None:
-        return UnusableLogits(
-            "No token is left to sample: min_tokens rules out every possible one; lower it."
-        )
+        return UnusableLogits(_nothing_left(state))
+    if state.grammar is not None and not state.grammar.consume(choice):
+        return UnusableLogits(state.grammar.error or "The grammar refuses its own token.")
     state.record(choice)
     return _with_logprobs(row, peak, choice, state.params)
 
@@ -297,6 +312,15 @@ def _not_finite(peak: float) -> str:
     return (
         f"The model gave logits whose maximum is {peak}, where a finite number is needed; "
         "try another dtype or kv_cache_dtype."
+    )
+
+
+def _nothing_left(state: SamplingState) -> str:
+    if state.grammar is None:
+        return "No token is left to sample: min_tokens rules out every possible one; lower it."
+    return state.grammar.error or (
+        "No token is left to sample: this model gives none that structured_outputs allow here; "
+        "change them."
     )
 
 
@@ -313,13 +337,22 @@ def _changed(row: Tensor, state: SamplingState) -> Tensor:
     row = row.clone()
     if state.params.logit_bias:
         row[state.bias_token_ids] += state.bias_values
+    if state.grammar is not None:
+        row.masked_fill_(~state.grammar.allowed().to(row.device), -math.inf)
     if state.is_below_min_tokens:
-        row[state.ending_token_ids] = -math.inf
+        _rule_out_endings(row, state)
     if state.params.has_penalties:
         if state.history is None:
             state.history = _TokenHistory.create(state.prompt_token_ids, like=row)
         state.history.penalize(row, state.params)
     return row
+
+
+def _rule_out_endings(row: Tensor, state: SamplingState) -> None:
+    before = row[state.ending_token_ids]
+    row[state.ending_token_ids] = -math.inf
+    if state.grammar is not None and not math.isfinite(row.max().item()):
+        row[state.ending_token_ids] = before  # the text is complete, and nothing else may follow
 
 
 def _draw(row: Tensor, peak: float, state: SamplingState) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import UnionType
 
 from tightkv.errors import InvalidSamplingParamsError
 
-__all__ = ["GREEDY_TEMPERATURE", "SamplingParams"]
+__all__ = ["GREEDY_TEMPERATURE", "SamplingParams", "StructuredOutputs"]
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are greedy."""
@@ -17,11 +18,48 @@ _MAX_LOGIT_BIAS = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What form the text must have: exactly one of these, spelled as in vLLM.
+
+    Attributes:
+        json: a JSON schema, as an object or its text.
+        json_object: any JSON object.
+        regex: a regular expression, in the syntax of Rust's crate `regex`, for the whole text.
+        choice: the text is one of these.
+        grammar: a grammar in llguidance's kind of Lark; its first rule is `start`.
+
+    Raises:
+        InvalidSamplingParamsError: if none or several are given, or one is of a wrong type.
+    """
+
+    json: str | Mapping[str, object] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        forms = (self.json, self.json_object or None, self.regex, self.choice, self.grammar)
+        count = sum(form is not None for form in forms)
+        if count != 1:
+            _refuse(
+                "structured_outputs needs exactly one of json, json_object, regex, choice and "
+                f"grammar, got {count} of them; keep one."
+            )
+        _check_type("json", self.json, str | Mapping, "a JSON schema or its text")
+        _check_type("json_object", self.json_object, bool, "true or false")
+        _check_type("regex", self.regex, str, "a string")
+        _check_type("grammar", self.grammar, str, "a string")
+        if self.choice is not None:
+            _check_choice(self.choice)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and where they end.
 
     Names, defaults and meaning are vLLM's. The logits are changed in this order: `logit_bias`,
-    `min_tokens`, penalties, `temperature`, `min_p`, `top_k`, `top_p`.
+    `structured_outputs`, `min_tokens`, penalties, `temperature`, `min_p`, `top_k`, `top_p`.
 
     Attributes:
         n: completions per prompt.
@@ -50,6 +88,10 @@ class SamplingParams:
             sequence ends exactly when they run out; no end-of-sequence token ends it earlier.
             The sum of their log-probabilities is reported. Evaluation stands on it: quality is
             measured on the path that serves.
+        structured_outputs: the form that the text must have. It alone says where the text ends:
+            at an end-of-sequence token, which it allows where the text is complete, or where
+            nothing else may follow. So `ignore_eos`, `stop` and `stop_token_ids` do not act,
+            `min_tokens` only while the form leaves a choice; `max_tokens` still cuts.
 
     Raises:
         InvalidSamplingParamsError: for a value outside its range, or values that contradict.
@@ -76,6 +118,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     forced_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -83,6 +126,7 @@ class SamplingParams:
         self._check_logit_bias()
         self._check_stop()
         self._check_forced()
+        self._check_structured()
         if self.is_greedy and self.n > 1:
             _refuse(f"n must be 1 when using greedy sampling, got {self.n}; raise temperature.")
 
@@ -93,8 +137,23 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings as a tuple, empty if there are none."""
+        """The stop strings that act, as a tuple; empty if there are none."""
+        if self.structured_outputs is not None:
+            return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def ends_at_eos(self) -> bool:
+        """Whether an end-of-sequence token ends the sequence."""
+        if self.forced_token_ids is not None:
+            return False
+        return self.structured_outputs is not None or not self.ignore_eos
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """The tokens of `stop_token_ids` that act."""
+        decided_elsewhere = self.forced_token_ids or self.structured_outputs
+        return frozenset(() if decided_elsewhere else self.stop_token_ids or ())
 
     @property
     def has_penalties(self) -> bool:
@@ -153,10 +212,10 @@ class SamplingParams:
         if not isinstance(given, str | Sequence | None):
             _refuse(f"stop must be a string or a list of strings, got {given!r}.")
         _check_ints("stop_token_ids", self.stop_token_ids or ())
-        for stop in self.stop_strings:
+        for stop in (self.stop,) if isinstance(self.stop, str) else self.stop or ():
             if not isinstance(stop, str) or not stop:
                 _refuse(f"stop must hold non-empty strings, got {stop!r}; remove it.")
-        if self.stop_strings and not self.detokenize:
+        if given and not self.detokenize:
             _refuse("stop is found in the text, and detokenize is False; set it to True.")
 
     def _check_forced(self) -> None:
@@ -175,6 +234,15 @@ class SamplingParams:
             _refuse(
                 f"max_tokens={self.max_tokens} would cut the {len(forced)} forced_token_ids; "
                 "set max_tokens to None."
+            )
+
+    def _check_structured(self) -> None:
+        form = self.structured_outputs
+        _check_type("structured_outputs", form, StructuredOutputs, "a StructuredOutputs")
+        if form is not None and self.forced_token_ids is not None:
+            _refuse(
+                "forced_token_ids fix every token, and structured_outputs was given as well; "
+                "remove one of them."
             )
 
 
@@ -201,6 +269,18 @@ def _check_number(
     lower = "above" if open_below else "of at least"
     upper = "" if math.isinf(most) else f" and at most {most:g}"
     _refuse(f"{name} must be a finite number {lower} {least:g}{upper}, got {value!r}.")
+
+
+def _check_type(name: str, value: object, allowed: type | UnionType, words: str) -> None:
+    if value is not None and not isinstance(value, allowed):
+        _refuse(f"{name} must be {words}, got {value!r}.")
+
+
+def _check_choice(choice: object) -> None:
+    is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
+    texts = list(choice) if isinstance(choice, Sequence) else []
+    if not is_list or not texts or not all(isinstance(text, str) for text in texts):
+        _refuse(f"choice must be a list of at least one string, got {choice!r}.")
 
 
 def _check_ints(name: str, token_ids: object) -> None:

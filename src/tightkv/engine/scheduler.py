@@ -113,6 +113,7 @@ class Scheduler:
         self._stats.num_preempted_tokens += victim.num_computed_tokens
         victim.status = SequenceStatus.WAITING
         victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
         self.waiting.appendleft(victim)
 
     def _admit(self, budget: _StepBudget) -> list[ScheduledChunk]:

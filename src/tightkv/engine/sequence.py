@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tightkv.engine.detokenizer import IncrementalDetokenizer
-from tightkv.engine.outputs import CompletionOutput, FinishReason, Logprob
+from tightkv.engine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob
 from tightkv.engine.sampler import SamplingState
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.kvcache.block_hash import BlockHasher
@@ -57,6 +57,9 @@ class Sequence:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    num_preemptions: int = 0
+    _num_taken: int = 0
+    _has_told_the_end: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -113,6 +116,23 @@ class Sequence:
             stop_reason=self.stop_reason,
             cumulative_logprob=self.cumulative_logprob if has_sum else None,
             logprobs=tuple(self.logprobs) if wants_logprobs else None,
+        )
+
+    def take_delta(self) -> CompletionDelta | None:
+        """What has come since the last call; None if nothing has."""
+        first, told_the_end = self._num_taken, self._has_told_the_end
+        if told_the_end or (first == self.num_output_tokens and not self.is_finished):
+            return None
+        self._num_taken = self.num_output_tokens
+        self._has_told_the_end = self.is_finished
+        wants_logprobs = self.params.logprobs is not None
+        return CompletionDelta(
+            index=self.index,
+            text=self.detokenizer.take_new_text(),
+            token_ids=tuple(self.token_ids[self.prompt_len + first :]),
+            logprobs=tuple(self.logprobs[first:]) if wants_logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
         )
 
 

@@ -114,6 +114,13 @@ class TensorFormat:
             return f"{self.name} without static scales: scaled at run time, per token and head"
         return f"{self.name} without static scales: values are stored as they are (scale 1)"
 
+    @property
+    def granularity(self) -> str:
+        """In a word: what the scales cover, `none` where there are none."""
+        if self.static and self.dynamic:
+            return "two_factor"
+        return self.static.value if self.static else "token_head" if self.dynamic else "none"
+
     def describe(self) -> str:
         """Name and scales in words, for logs and tables."""
         scales = [f"static per {self.static.value}"] if self.static else []

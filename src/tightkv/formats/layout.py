@@ -75,6 +75,16 @@ class BlockLayout:
         scale_bytes = self.num_kv_heads * self.v_format.scale_bytes(self.block_size)
         return self.v_scale_offset + _round_up(scale_bytes, _ALIGNMENT)
 
+    @property
+    def k_bytes(self) -> int:
+        """Bytes of a block that K takes, padding and scales included."""
+        return self.v_offset + self.v_scale_offset - self.k_scale_offset
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of a block that V takes: the rest."""
+        return self.block_bytes - self.k_bytes
+
     def k_codes(self, blocks: torch.Tensor) -> torch.Tensor:
         """View of K codes, `[num_blocks, num_kv_heads, tiles, head_size / i, 16, i]`."""
         code = self.k_format.code

@@ -75,6 +75,15 @@ class BlockPool:
         self._block_of_hash.clear()
         self._hash_of_block.clear()
 
+    def letters(self) -> str:
+        """A letter per block: `u` used, `s` used by several, `c` free with content, `.` free."""
+        return "".join(
+            ("u" if count == 1 else "s")
+            if count
+            else ("c" if block in self._hash_of_block else ".")
+            for block, count in enumerate(self._ref_counts)
+        )
+
     def check_integrity(self) -> None:
         """Raise AssertionError if the pool contradicts itself."""
         for block, count in enumerate(self._ref_counts):

@@ -64,13 +64,14 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def new_hasher(self, request: str) -> BlockHasher:
+    def new_hasher(self, request: str, cache_salt: str = "") -> BlockHasher:
         """A hasher for one sequence; without prefix caching only its request shares blocks.
 
         Args:
             request: a name that no other request ever has.
+            cache_salt: blocks are shared only with requests of the same one.
         """
-        salt = "" if self._enable_prefix_caching else request
+        salt = f"salt {cache_salt}" if self._enable_prefix_caching else f"request {request}"
         return BlockHasher(self.block_size, self._seed, salt)
 
     def get_computed_blocks(
@@ -131,6 +132,15 @@ class KVCacheManager:
         if allocation is not None:
             for pool, table in zip(self._pools, allocation.block_tables, strict=True):
                 pool.free(table)
+
+    def num_blocks_of(self, seq_id: str) -> int:
+        """Blocks of each group that a sequence holds; 0 for one that waits."""
+        allocation = self._allocations.get(seq_id)
+        return len(allocation.block_tables[0]) if allocation else 0
+
+    def block_letters(self) -> tuple[str, ...]:
+        """Per group a letter for each block: `BlockPool.letters`."""
+        return tuple(pool.letters() for pool in self._pools)
 
     def block_tables(self, seq_id: str) -> list[list[int]]:
         """Block ids of a sequence, per layer group."""

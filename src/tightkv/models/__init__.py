@@ -2,7 +2,7 @@
 
 from tightkv.models.activation import peak_activation_bytes
 from tightkv.models.attention import AttentionCall, attend_with, use_paged_attention
-from tightkv.models.chat_template import render_chat
+from tightkv.models.chat_template import check_template_arguments, render_chat
 from tightkv.models.checkpoint import ModelIdentity
 from tightkv.models.checkpoint_scales import CheckpointScales
 from tightkv.models.compatibility import one_line
@@ -25,6 +25,7 @@ __all__ = [
     "ModelGeometry",
     "ModelIdentity",
     "attend_with",
+    "check_template_arguments",
     "fuse_decoder_layers",
     "geometry_without_weights",
     "load_model",

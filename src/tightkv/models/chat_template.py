@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from tightkv.errors import RequestError
 from tightkv.models.loader import LoadedModel
 
-__all__ = ["render_chat"]
+__all__ = ["check_template_arguments", "render_chat"]
+
+
+def check_template_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse variables of a template that are arguments of its rendering.
+
+    Raises:
+        RequestError: names the first.
+    """
+    taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    for name in arguments:
+        if name in taken:
+            raise RequestError(f"chat_template_kwargs may not have {name[:60]!r}: leave it out.")
 
 
 def render_chat(model: LoadedModel, messages: Seq[Mapping[str, Any]], **arguments: Any) -> str:

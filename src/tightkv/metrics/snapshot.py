@@ -1,0 +1,109 @@
+"""The state of an engine between two steps, as metrics and the page show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tightkv.metrics.stats import EngineStats
+
+__all__ = ["EngineSnapshot", "LayerSnapshot", "PoolSnapshot", "RequestSnapshot", "TensorSnapshot"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSnapshot:
+    """K or V of one layer.
+
+    Attributes:
+        format: the `kv_cache_dtype` that it is stored in.
+        granularity: tensor, head, channel, two_factor, token_head, or none.
+        source: where its scales come from.
+        block_bytes: its bytes in a block of this layer, dynamic scales and padding included.
+        bits: the same per value.
+        clip_rate: share of the values that were clipped when written.
+    """
+
+    format: str
+    granularity: str
+    source: str
+    block_bytes: int
+    bits: float
+    clip_rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSnapshot:
+    """One layer, and the index of its group in the snapshot's pools."""
+
+    layer_idx: int
+    group: int
+    k: TensorSnapshot
+    v: TensorSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSnapshot:
+    """The blocks of one layer group.
+
+    Attributes:
+        sliding_window: the group's window; None: full attention.
+        block_bytes: bytes of one block in all layers of the group.
+        blocks: a letter per block: `.` free, `c` free but its content is remembered, `u` in use,
+            `s` in use by several sequences.
+    """
+
+    sliding_window: int | None
+    block_bytes: int
+    blocks: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSnapshot:
+    """One unfinished request.
+
+    Attributes:
+        status: waiting or running.
+        num_blocks: blocks of each group that its sequences hold.
+    """
+
+    request_id: str
+    status: str
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_generation_tokens: int
+    max_tokens: int
+    num_cached_tokens: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSnapshot:
+    """All of it.
+
+    Attributes:
+        stats: counters since the start, a copy.
+        num_running: sequences in the running batch.
+        num_waiting: sequences that wait for room.
+        block_size: tokens per block.
+        num_blocks: blocks of each group.
+        num_free_blocks: blocks that every group could still give.
+        max_model_len: longest sequence that is served.
+        weight_bytes: bytes of the weights.
+        peak_bytes: bytes planned for a step's intermediate results.
+        total_bytes: memory that was available before the weights were loaded.
+        bytes_per_token: KV bytes of one token in all layers.
+    """
+
+    stats: EngineStats
+    num_running: int
+    num_waiting: int
+    block_size: int
+    num_blocks: int
+    num_free_blocks: int
+    max_model_len: int
+    weight_bytes: int
+    peak_bytes: int
+    total_bytes: int | None
+    bytes_per_token: float
+    layers: tuple[LayerSnapshot, ...]
+    pools: tuple[PoolSnapshot, ...]
+    requests: tuple[RequestSnapshot, ...] = field(default=())
