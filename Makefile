@@ -81,6 +81,15 @@ bench: install ## Speed of the decode kernel and of linear layers, quality by KV
 bench-cpu: install ## Against other engines: LLAMA_CPP_PYTHON=… VLLM_PYTHON=… make bench-cpu ARGS="--only batch"
 	@$(BIN)/python -m benchmarks.cpu $(ARGS)
 
+.PHONY: bench-server
+bench-server: install ## Our server against others', peers as above; ARGS="--trace FILE" takes lengths from a trace
+	@$(BIN)/python -m benchmarks.servers $(ARGS)
+
+.PHONY: docs
+docs: install ## Write the pages that are made from the code: docs/cli.md, docs/metrics.md
+	@$(BIN)/python -m tightkv.cli.document docs/cli.md
+	@$(BIN)/python -m tightkv.metrics.document docs/metrics.md
+
 .PHONY: clean
 clean: ## Remove what make has made, the virtual environments too
 	@rm -rf build dist $(VENV) $(DEMO_VENV) .*_cache .hypothesis src/tightkv/kernels/_native.pyi

@@ -18,7 +18,7 @@ from tightkv.calibration import (
     calibrate,
     read_documents,
 )
-from tightkv.cli.options import add_engine_flags, engine_options
+from tightkv.cli.options import add_flags, given_options
 from tightkv.config import ModelConfig
 from tightkv.errors import RequestError
 from tightkv.files import check_target
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
         description="Measures K and V on text, chooses scales by attention's error on a held-out "
         "part of it, and writes them to a file for --quantization-config-path.",
     )
-    add_engine_flags(parser, parts=("model",))
+    add_flags(parser, parts=("model",))
     text = parser.add_argument_group("text")
     text.add_argument(
         "--data",
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(f"--data has {_SELF} and other text: give one or the other.")
     check_target(arguments.output)
     texts = None if _SELF in arguments.data else read_documents(arguments.data)
-    model = ModelConfig(**engine_options(arguments, parts=("model",)))
+    model = ModelConfig(**given_options(arguments, parts=("model",)))
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from tightkv.cli.options import add_engine_flags, engine_options
+from tightkv.cli.options import add_flags, given_options
 from tightkv.engine.outputs import RequestOutput
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.errors import RequestError
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
         help="answer prompts, one by one or from a file",
         description="Answers prompts. Texts go to standard output, or with --output to a file.",
     )
-    add_engine_flags(parser)
+    add_flags(parser)
     prompts = parser.add_argument_group("prompts and answers")
     prompts.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
     prompts.add_argument(
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = _collect(arguments)
     if arguments.output is not None:
         check_target(arguments.output)
-    llm = LLM(**engine_options(arguments))
+    llm = LLM(**given_options(arguments))
     outputs = _answer(llm, prompts, sampling)
     if arguments.output is None:
         _print(outputs)

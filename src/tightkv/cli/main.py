@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from tightkv import __version__
-from tightkv.cli import calibrate, generate
+from tightkv.cli import calibrate, generate, serve
 from tightkv.errors import TightKVError
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _INTERRUPTED = 130  # as a shell reports a process ended by Ctrl-C
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A wrong input is one sentence on stderr."""
     arguments_given = sys.argv[1:] if argv is None else list(argv)
     try:
-        arguments = _parser().parse_args(arguments_given)
+        arguments = make_parser().parse_args(arguments_given)
         _log_to_stderr(arguments.quiet)
         status: int = arguments.run(arguments)
     except TightKVError as error:
@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="tightkv",
         description="LLM inference on a paged, quantized, calibrated and measured KV cache.",
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tightkv {__version__}")
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve.add_parser(commands)
     generate.add_parser(commands)
     calibrate.add_parser(commands)
     return parser

@@ -8,27 +8,26 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
-from tightkv.config import PARTS, REFUSED_OPTIONS
+from tightkv.config import PARTS, REFUSED_OPTIONS, ServerConfig
 from tightkv.errors import ConfigError
 
-__all__ = ["add_engine_flags", "engine_options", "parse_bytes"]
+__all__ = ["SERVER_PART", "add_flags", "given_options", "parse_bytes"]
+
+SERVER_PART = "server"
+_PARTS = {**PARTS, SERVER_PART: ServerConfig}
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
-def add_engine_flags(
-    parser: argparse.ArgumentParser, parts: Collection[str] = tuple(PARTS)
-) -> None:
-    """Add a flag for each field of parts of `EngineConfig`, and the model as an argument."""
+def add_flags(parser: argparse.ArgumentParser, parts: Collection[str] = tuple(PARTS)) -> None:
+    """Add a flag for each field of parts of the configuration, and the model as an argument."""
     for name in parts:
-        part = PARTS[name]
+        part = _PARTS[name]
         group = parser.add_argument_group(f"{name} options")
         types = get_type_hints(part)
         for option in fields(part):
             if option.metadata.get("positional"):
-                parser.add_argument(
-                    option.name, metavar=option.name.upper(), help=option.metadata["help"]
-                )
+                _add_positional(parser, option)
             elif not option.metadata.get("python_only"):
                 _add_flag(group, option, types[option.name])
     for name, reason in REFUSED_OPTIONS.items():
@@ -37,13 +36,20 @@ def add_engine_flags(
         )
 
 
-def engine_options(
+def given_options(
     arguments: argparse.Namespace, parts: Collection[str] = tuple(PARTS)
 ) -> dict[str, Any]:
-    """The flags of these parts that were given, as options of `EngineConfig.from_options`."""
+    """The flags of these parts that were given, by the names of their fields.
+
+    Raises:
+        ConfigError: if the model is missing.
+    """
     given: Mapping[str, Any] = vars(arguments)
-    names = [option.name for part in parts for option in fields(PARTS[part])]
-    return {name: given[name] for name in names if name in given}
+    options = [option for part in parts for option in fields(_PARTS[part])]
+    for option in options:
+        if option.metadata.get("positional") and option.name not in given:
+            raise ConfigError(f"{option.name.upper()} is missing: {option.metadata['help']}.")
+    return {option.name: given[option.name] for option in options if option.name in given}
 
 
 def parse_bytes(text: str) -> int:
@@ -65,13 +71,42 @@ class _Refuse(argparse.Action):
         raise ConfigError(f"{option} is refused: {self.const}")
 
 
+class _StoreOnce(argparse.Action):
+    """For a value that can be given in two ways: not two values."""
+
+    def __call__(
+        self, parser: object, namespace: object, value: Any, option: str | None = None
+    ) -> None:
+        if getattr(namespace, self.dest, value) != value:
+            raise ConfigError(
+                f"{self.dest.upper()} is given twice, as {getattr(namespace, self.dest)!r} and "
+                f"{value!r}: leave one out."
+            )
+        setattr(namespace, self.dest, value)
+
+
+def _add_positional(parser: argparse.ArgumentParser, option: Field[Any]) -> None:
+    """An argument that may also be given as a flag, which is how vLLM's server takes it."""
+    settings: dict[str, Any] = {
+        "action": _StoreOnce,
+        "default": argparse.SUPPRESS,
+        "metavar": option.name.upper(),
+        "help": option.metadata["help"],
+    }
+    parser.add_argument(option.name, nargs="?", **settings)
+    parser.add_argument(
+        _flag(option.name), dest=option.name, **settings | {"help": argparse.SUPPRESS}
+    )
+
+
 def _add_flag(group: Any, option: Field[Any], kind: Any) -> None:
     # Absent flags leave no trace, so that defaults stay in one place.
     settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(option)}
     if kind is bool:
         settings["action"] = argparse.BooleanOptionalAction
     elif "item" in option.metadata:
-        settings |= {"nargs": "+", "type": option.metadata["item"], "metavar": "LAYER"}
+        metavar = option.metadata.get("metavar", "NAME")
+        settings |= {"nargs": "+", "type": option.metadata["item"], "metavar": metavar}
     else:
         settings["type"] = parse_bytes if option.metadata.get("bytes") else _scalar(kind)
         settings["choices"] = option.metadata.get("choices")

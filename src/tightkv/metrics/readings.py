@@ -1,0 +1,117 @@
+"""What /metrics reads from a snapshot of the engine when it is asked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import NamedTuple
+
+from tightkv.metrics.snapshot import EngineSnapshot, LayerSnapshot, PoolSnapshot, TensorSnapshot
+
+__all__ = ["Reading", "read"]
+
+
+class Reading(NamedTuple):
+    """One value of a metric of the catalogue; `labels` are its own ones, in their order."""
+
+    name: str
+    value: float
+    labels: tuple[str, ...] = ()
+
+
+def read(
+    snapshot: EngineSnapshot, cache_config: Mapping[str, str], typical_tokens: int | None
+) -> Iterator[Reading]:
+    """The values of all metrics that are read at scrape.
+
+    Args:
+        snapshot: the engine, at most about a second ago.
+        cache_config: labels of `vllm:cache_config_info`.
+        typical_tokens: length of a typical request; None where none has finished.
+    """
+    usage = 1 - snapshot.num_free_blocks / snapshot.num_blocks
+    typical = typical_tokens or snapshot.max_model_len
+    stats = snapshot.stats
+    yield Reading("vllm:num_requests_running", snapshot.num_running)
+    yield Reading("vllm:num_requests_waiting", snapshot.num_waiting)
+    yield Reading("vllm:prompt_tokens", stats.prompt_tokens)
+    yield Reading("vllm:generation_tokens", stats.generation_tokens)
+    yield Reading("vllm:kv_cache_usage_perc", usage)
+    yield Reading("vllm:gpu_cache_usage_perc", usage)
+    yield Reading("vllm:cache_config_info", 1, tuple(cache_config.values()))
+    yield Reading("vllm:prefix_cache_queries", stats.prefix_cache_queries)
+    yield Reading("vllm:prefix_cache_hits", stats.prefix_cache_hits)
+    yield Reading("vllm:num_preemptions", stats.num_preemptions)
+    yield Reading("tightkv:preempted_tokens", stats.num_preempted_tokens)
+    yield Reading("tightkv:typical_request_tokens", typical)
+    blocks_each = -(-typical // snapshot.block_size)
+    yield Reading("tightkv:requests_that_fit", snapshot.num_free_blocks // blocks_each)
+    pool_bytes = sum(len(pool.blocks) * pool.block_bytes for pool in snapshot.pools)
+    yield Reading("tightkv:memory_bytes", snapshot.weight_bytes, ("weights",))
+    yield Reading("tightkv:memory_bytes", snapshot.peak_bytes, ("activations",))
+    yield Reading("tightkv:memory_bytes", pool_bytes, ("kv_cache",))
+    yield Reading("tightkv:kv_cache_bytes_per_token", snapshot.bytes_per_token)
+    yield from _bytes_by_format(snapshot)
+    yield from _effective_bits(snapshot)
+    yield from _clip_ratios(snapshot)
+    yield from _scale_sources(snapshot)
+
+
+def _tensors(snapshot: EngineSnapshot) -> Iterator[tuple[LayerSnapshot, str, TensorSnapshot]]:
+    for layer in snapshot.layers:
+        yield layer, "k", layer.k
+        yield layer, "v", layer.v
+
+
+def _bytes_by_format(snapshot: EngineSnapshot) -> Iterator[Reading]:
+    allocated: dict[tuple[str, str], int] = defaultdict(int)
+    used: dict[tuple[str, str], int] = defaultdict(int)
+    num_used = [pool.blocks.count("u") + pool.blocks.count("s") for pool in snapshot.pools]
+    for layer, name, tensor in _tensors(snapshot):
+        labels = tensor.format, name
+        allocated[labels] += tensor.block_bytes * len(snapshot.pools[layer.group].blocks)
+        used[labels] += tensor.block_bytes * num_used[layer.group]
+    for labels, value in allocated.items():
+        yield Reading("tightkv:kv_cache_allocated_bytes", value, labels)
+        yield Reading("tightkv:kv_cache_used_bytes", used[labels], labels)
+
+
+def _effective_bits(snapshot: EngineSnapshot) -> Iterator[Reading]:
+    bits: dict[str, float] = defaultdict(float)
+    values: dict[str, float] = defaultdict(float)
+    for _, name, tensor in _tensors(snapshot):
+        bits[name] += 8 * tensor.block_bytes
+        values[name] += 8 * tensor.block_bytes / tensor.bits
+    for name in bits:
+        yield Reading("tightkv:kv_cache_effective_bits", bits[name] / values[name], (name,))
+
+
+def _clip_ratios(snapshot: EngineSnapshot) -> Iterator[Reading]:
+    largest: dict[tuple[str, str], float] = defaultdict(float)
+    for layer, name, tensor in _tensors(snapshot):
+        group = _group_name(snapshot.pools[layer.group])
+        largest[group, name] = max(largest[group, name], tensor.clip_rate)
+        labels = (str(layer.layer_idx), group, name)
+        yield Reading("tightkv:kv_cache_layer_clip_ratio", tensor.clip_rate, labels)
+    for (group, name), rate in largest.items():
+        yield Reading("tightkv:kv_cache_clip_ratio", rate, (group, name))
+
+
+def _scale_sources(snapshot: EngineSnapshot) -> Iterator[Reading]:
+    """One value for each run of neighbouring layers with the same scales."""
+    for name in ("k", "v"):
+        tensors = [
+            (layer.layer_idx, getattr(layer, name))
+            for layer in sorted(snapshot.layers, key=lambda layer: layer.layer_idx)
+        ]
+        for scales, members in groupby(
+            tensors, key=lambda member: (member[1].format, member[1].granularity, member[1].source)
+        ):
+            layers = [layer_idx for layer_idx, _ in members]
+            span = str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+            yield Reading("tightkv:kv_cache_scale_source_info", 1, (span, name, *scales))
+
+
+def _group_name(pool: PoolSnapshot) -> str:
+    return "full" if pool.sliding_window is None else f"window_{pool.sliding_window}"

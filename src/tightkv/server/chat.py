@@ -1,0 +1,222 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tightkv.engine.outputs import CompletionDelta
+from tightkv.engine.sampling_params import SamplingParams
+from tightkv.errors import RequestError
+from tightkv.models import check_template_arguments
+from tightkv.server.errors import json_response
+from tightkv.server.logprobs import TokenLogprobs, chat_logprobs, prompt_logprobs
+from tightkv.server.protocol import ChatCompletionRequest, Message, StreamOptions, TokenizeRequest
+from tightkv.server.serving import Prompt, Serving, merged, new_id, unless_gone
+from tightkv.server.streaming import event_stream
+from tightkv.server.structured import structured_outputs
+from tightkv.server.tool_call_reader import Delta
+from tightkv.server.tool_calls import ToolCallPlan, plan_tool_calls, with_arguments_as_objects
+from tightkv.server.usage import Usage
+
+__all__ = ["chat_prompt", "create_chat_completion"]
+
+_ROLE = "assistant"
+
+
+async def create_chat_completion(
+    serving: Serving, body: ChatCompletionRequest, http: Request
+) -> Response:
+    """Answer a conversation, whole or as a stream.
+
+    Raises:
+        RequestError, QueueFullError, EngineError: before anything has been sent.
+    """
+    serving.check_model(body.model)
+    serving.check_logprobs("top_logprobs", body.top_logprobs)
+    serving.check_logprobs("prompt_logprobs", body.prompt_logprobs)
+    tools = plan_tool_calls(
+        body.tools, body.tool_choice, body.parallel_tool_calls, serving.model.tokenizer
+    )
+    params = _params(body, tools)
+    prompt = await chat_prompt(serving, body, body.messages)
+    serving.check_room(prompt, params.max_tokens)
+    await serving.compile_grammar(params)
+    answer = _Answer(serving, body, prompt, params, tools)
+    if body.stream:
+        return await unless_gone(http, event_stream(answer.chunks()))
+    return json_response(await unless_gone(http, answer.whole()))
+
+
+async def chat_prompt(
+    serving: Serving,
+    body: ChatCompletionRequest | TokenizeRequest,
+    messages: Sequence[Message],
+) -> Prompt:
+    """A conversation in the words of the chat template.
+
+    Raises:
+        RequestError: for parts that are no text, and where the template cannot render it.
+    """
+    goes_on = bool(body.continue_final_message)
+    check_template_arguments(body.chat_template_kwargs or {})
+    return await serving.render_chat(
+        [_flat(message) for message in messages],
+        # Templates write the special tokens themselves.
+        bool(body.add_special_tokens),
+        **{
+            **(body.chat_template_kwargs or {}),
+            "tools": body.tools or None,
+            "add_generation_prompt": not goes_on and body.add_generation_prompt is not False,
+            "continue_final_message": goes_on,
+        },
+    )
+
+
+def _flat(message: Message) -> dict[str, Any]:
+    """A message whose content is one text, as most templates want it."""
+    flat = with_arguments_as_objects(message.model_dump(exclude_none=True))
+    if isinstance(message.content, list):
+        flat["content"] = "".join(_text_of(part) for part in message.content)
+    return flat
+
+
+def _text_of(part: dict[str, Any]) -> str:
+    text = part.get("text")
+    if part.get("type") != "text" or not isinstance(text, str):
+        raise RequestError(
+            f"A message has a part of type {str(part.get('type'))[:60]!r}: only parts of type "
+            "'text' with a text are served."
+        )
+    return text
+
+
+class _Answer:
+    """The `n` choices of a request."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        body: ChatCompletionRequest,
+        prompt: Prompt,
+        params: SamplingParams,
+        tools: ToolCallPlan,
+    ) -> None:
+        self._serving, self._body = serving, body
+        self._prompt, self._params = prompt, params
+        self._head: dict[str, Any] = {
+            "id": new_id("chatcmpl"),
+            "created": int(time.time()),
+            "model": serving.name,
+        }
+        self._readers = [tools.new_reader() for _ in range(params.n)]
+        self._echoed = _text_of_last(body) if body.echo else ""
+        self._prompt_logprobs: Sequence[TokenLogprobs | None] = ()
+        self._usage = Usage(len(prompt.token_ids))
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        choices: list[dict[str, Any]] = [
+            {"index": index, "message": {"role": _ROLE, "content": self._echoed or None}}
+            for index in range(self._params.n)
+        ]
+        async for piece in self._pieces():
+            choice = choices[piece["index"]]
+            _extend(choice["message"], piece.pop("delta"))
+            logprobs = piece.pop("logprobs")
+            if logprobs is not None:
+                choice.setdefault("logprobs", {"content": []})["content"] += logprobs["content"]
+            choice |= piece
+        answer = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": self._usage.as_json(),
+        }
+        if self._body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs)
+        return answer
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer in pieces, each an object; the first of each choice tells the role."""
+        head = {**self._head, "object": "chat.completion.chunk"}
+        options = self._body.stream_options or StreamOptions()
+        begun: set[int] = set()
+        async for piece in self._pieces():
+            if piece["index"] not in begun:
+                begun.add(piece["index"])
+                piece["delta"] = {"role": _ROLE, "content": self._echoed, **piece["delta"]}
+            chunk = {**head, "choices": [piece]}
+            if options.continuous_usage_stats:
+                chunk["usage"] = self._usage.as_json()
+            yield chunk
+        if options.include_usage:
+            yield {**head, "choices": [], "usage": self._usage.as_json()}
+
+    async def _pieces(self) -> AsyncIterator[dict[str, Any]]:
+        async with self._serving.submitted(
+            self._head["id"], [self._prompt], self._params, self._body.cache_salt or ""
+        ) as streams:
+            async for _, delta in merged(streams):
+                self._usage.note(0, delta)
+                self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
+                for completion in delta.completions:
+                    for piece in self._pieces_of(completion):
+                        yield piece
+
+    def _pieces_of(self, completion: CompletionDelta) -> Iterator[dict[str, Any]]:
+        """Usually one piece; several where content and calls come together."""
+        reader = self._readers[completion.index]
+        deltas = reader.feed(completion.text)
+        reason: str | None = completion.finish_reason
+        if reason is not None:
+            deltas += reader.finish()
+            if reader.num_calls and reason == "stop":
+                reason = "tool_calls"
+        logprobs = None
+        if completion.logprobs:
+            body = self._body
+            logprobs = chat_logprobs(
+                completion.logprobs, body.top_logprobs or 0, bool(body.return_tokens_as_token_ids)
+            )
+        # Tokens without text have a piece too: their log-probabilities, or the end.
+        deltas = deltas or ([{}] if reason or logprobs else [])
+        for number, delta in enumerate(deltas, 1):
+            is_last = number == len(deltas)
+            yield {
+                "index": completion.index,
+                "delta": delta,
+                "logprobs": logprobs if number == 1 else None,
+                "finish_reason": reason if is_last else None,
+                "stop_reason": completion.stop_reason if is_last else None,
+            }
+
+
+def _params(body: ChatCompletionRequest, tools: ToolCallPlan) -> SamplingParams:
+    if tools.needs_special_tokens and body.skip_special_tokens is None:
+        body.skip_special_tokens = False
+    return body.sampling_params(
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        structured_outputs=tools.structured_outputs(structured_outputs(body)),
+    )
+
+
+def _text_of_last(body: ChatCompletionRequest) -> str:
+    """Content of the last message, where that is the assistant's, which the answer goes on."""
+    last = body.messages[-1]
+    return str(_flat(last).get("content") or "") if last.role == _ROLE else ""
+
+
+def _extend(message: dict[str, Any], delta: Delta) -> None:
+    """Put a piece of an answer to what is there."""
+    if delta.get("content"):
+        message["content"] = (message["content"] or "") + delta["content"]
+    for call in delta.get("tool_calls", ()):
+        whole = {name: value for name, value in call.items() if name != "index"}
+        message.setdefault("tool_calls", []).append(whole)

@@ -1,0 +1,170 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tightkv.engine.outputs import CompletionDelta
+from tightkv.engine.sampling_params import SamplingParams
+from tightkv.server.errors import json_response
+from tightkv.server.logprobs import CompletionLogprobs, TokenLogprobs, joined, prompt_logprobs
+from tightkv.server.protocol import CompletionRequest, StreamOptions
+from tightkv.server.serving import Prompt, Serving, merged, new_id, unless_gone
+from tightkv.server.streaming import event_stream
+from tightkv.server.structured import structured_outputs
+from tightkv.server.usage import Usage
+
+__all__ = ["create_completion"]
+
+
+async def create_completion(serving: Serving, body: CompletionRequest, http: Request) -> Response:
+    """Answer one or several prompts, whole or as a stream.
+
+    Raises:
+        RequestError, QueueFullError, EngineError: before anything has been sent.
+    """
+    serving.check_model(body.model)
+    serving.check_logprobs("logprobs", body.logprobs)
+    serving.check_logprobs("prompt_logprobs", body.prompt_logprobs)
+    prompts = await _prompts(serving, body)
+    params = _params(body)
+    for prompt in prompts:
+        serving.check_room(prompt, body.max_tokens)
+    await serving.compile_grammar(params)
+    answer = _Answer(serving, body, prompts, params)
+    if body.stream:
+        return await unless_gone(http, event_stream(answer.chunks()))
+    return json_response(await unless_gone(http, answer.whole()))
+
+
+async def _prompts(serving: Serving, body: CompletionRequest) -> list[Prompt]:
+    given: Any = body.prompt
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    special = body.add_special_tokens is not False
+    return [
+        await serving.tokenize(prompt, special) if isinstance(prompt, str) else Prompt(prompt)
+        for prompt in given
+    ]
+
+
+def _params(body: CompletionRequest) -> SamplingParams:
+    wants_prompt = body.echo and body.logprobs is not None
+    return body.sampling_params(
+        # The engine makes at least one token; with max_tokens 0 it is not shown.
+        max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=(
+            max(body.logprobs or 0, body.prompt_logprobs or 0)
+            if wants_prompt
+            else body.prompt_logprobs
+        ),
+        structured_outputs=structured_outputs(body),
+    )
+
+
+class _Answer:
+    """The choices of a request: `n` for each of its prompts."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        body: CompletionRequest,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+    ) -> None:
+        self._serving, self._body = serving, body
+        self._prompts, self._params = prompts, params
+        self._head: dict[str, Any] = {
+            "id": new_id("cmpl"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": serving.name,
+        }
+        self._logprobs = [
+            CompletionLogprobs(body.logprobs or 0, bool(body.return_tokens_as_token_ids))
+            for _ in range(len(prompts) * params.n)
+        ]
+        self._begun: set[int] = set()
+        self._prompt_logprobs: dict[int, Sequence[TokenLogprobs | None]] = {}
+        self._usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        choices: list[dict[str, Any]] = [
+            {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+            for index in range(len(self._logprobs))
+        ]
+        async for piece in self._pieces():
+            choice = choices[piece["index"]]
+            choice |= piece | {"text": choice["text"] + piece["text"]}
+        for index, choice in enumerate(choices):
+            if self._body.logprobs is not None:
+                choice["logprobs"] = self._logprobs[index].all
+            if self._body.prompt_logprobs is not None:
+                of_prompt = self._prompt_logprobs[index // self._params.n]
+                choice["prompt_logprobs"] = prompt_logprobs(of_prompt)
+        return {**self._head, "choices": choices, "usage": self._usage.as_json()}
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer in pieces, each an object."""
+        options = self._body.stream_options or StreamOptions()
+        async for piece in self._pieces():
+            chunk = {**self._head, "choices": [piece]}
+            if options.continuous_usage_stats:
+                chunk["usage"] = self._usage.as_json()
+            yield chunk
+        if options.include_usage:
+            yield {**self._head, "choices": [], "usage": self._usage.as_json()}
+
+    async def _pieces(self) -> AsyncIterator[dict[str, Any]]:
+        salt = self._body.cache_salt or ""
+        async with self._serving.submitted(
+            self._head["id"], self._prompts, self._params, salt
+        ) as streams:
+            async for which, delta in merged(streams):
+                self._usage.note(which, delta)
+                if delta.prompt_logprobs is not None:
+                    self._prompt_logprobs[which] = delta.prompt_logprobs
+                for completion in delta.completions:
+                    yield await self._piece(which, completion)
+
+    async def _piece(self, which: int, completion: CompletionDelta) -> dict[str, Any]:
+        index = which * self._params.n + completion.index
+        logprobs, text = [], ""
+        if index not in self._begun:
+            self._begun.add(index)
+            if self._body.echo:
+                text = await self._prompt_text(which)
+                logprobs += await self._echoed_logprobs(which, index)
+        if self._body.max_tokens != 0:
+            text += completion.text
+            if completion.logprobs is not None:
+                logprobs.append(self._logprobs[index].take(completion.logprobs))
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": joined(logprobs) if logprobs else None,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+
+    async def _prompt_text(self, which: int) -> str:
+        prompt = self._prompts[which]
+        if prompt.text is not None:
+            return prompt.text
+        return await self._serving.detokenize(prompt.token_ids)
+
+    async def _echoed_logprobs(self, which: int, index: int) -> list[dict[str, Any]]:
+        if self._body.logprobs is None:
+            return []
+        rest = [position for position in self._prompt_logprobs[which] if position is not None]
+        first_id = self._prompts[which].token_ids[0]
+        text = await self._serving.detokenize([first_id])
+        logprobs = self._logprobs[index]
+        return [logprobs.first_of_prompt(first_id, text), logprobs.take(rest)]

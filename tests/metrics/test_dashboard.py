@@ -1,0 +1,105 @@
+"""Every query of the Grafana dashboard asks for what /metrics shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server_metrics import BASE, busy_metrics, samples
+
+BOARD: dict[str, Any] = json.loads(
+    (Path(__file__).parents[2] / "deploy" / "grafana" / "tightkv.json").read_text(encoding="utf-8")
+)
+PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+FUNCTIONS = {"by", "histogram_quantile", "increase", "max", "rate", "sum", "topk"}
+_NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
+
+
+def targets() -> Iterator[tuple[str, str]]:
+    """Expression and legend of every query."""
+    for panel in PANELS:
+        for target in panel["targets"]:
+            yield target["expr"], target["legendFormat"]
+
+
+def parse(expression: str) -> tuple[set[str], set[str]]:
+    """Metric names, and the label names of selectors, groupings and `label_values`."""
+    labels: set[str] = set()
+
+    def take(found: re.Match[str]) -> str:
+        labels.update(re.findall(rf"({_NAME})\s*(?:=~|!~|!=|=|,|$)", found[1]))
+        return " "
+
+    text = re.sub(r'"(?:[^"\\]|\\.)*"', "", expression)  # label values
+    text = re.sub(r"\[[^\]]*\]", " ", text)  # ranges
+    text = re.sub(r"\{([^}]*)\}", take, text)
+    text = re.sub(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)", take, text)
+    names = set(re.findall(rf"(?<![\w.$:]){_NAME}", text)) - FUNCTIONS
+    return names, labels
+
+
+def shown() -> dict[str, set[str]]:
+    """Label names of every series."""
+    return {
+        name: set(BASE).union(*(labels for labels, _ in found))
+        for name, found in samples(busy_metrics()).items()
+    }
+
+
+def test_the_parser() -> None:
+    names, labels = parse(
+        'topk(3, sum by (le, group) (rate(vllm:x_bucket{model_name="$m", a!="b{c}"}[5m]))) / 1.5e3'
+    )
+    assert names == {"vllm:x_bucket"}
+    assert labels == {"le", "group", "model_name", "a"}
+
+
+@pytest.mark.parametrize(("expression", "legend"), list(targets()))
+def test_names_and_labels_exist(expression: str, legend: str) -> None:
+    series = shown()
+    names, labels = parse(expression)
+    assert names
+    assert names <= set(series), "no such series"
+    labels |= set(re.findall(r"\{\{\s*(\w+)\s*\}\}", legend))
+    for name in names:
+        assert labels <= series[name], f"no such label of {name}"
+    assert "model_name" in labels
+
+
+def test_a_misspelled_name_would_be_found() -> None:
+    names, labels = parse('sum by (fromat) (vllm:kv_cache_usage_percent{model_name="$model_name"})')
+    assert not names & set(shown())
+    assert labels == {"fromat", "model_name"}
+
+
+def test_variables() -> None:
+    variables = {variable["name"]: variable for variable in BOARD["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    query = variables["model_name"]["query"]["query"]
+    match = re.fullmatch(rf"label_values\(({_NAME}), ({_NAME})\)", query)
+    assert match is not None
+    assert match[2] in shown()[match[1]]
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(BOARD)))
+    assert used - {"__rate_interval", "__range"} == set(variables)
+
+
+def test_layout() -> None:
+    assert BOARD["schemaVersion"] >= 39
+    rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
+    assert rows == ["Traffic", "Latency", "KV cache", "Formats and clips", "Quality"]
+    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+    taken: set[tuple[int, int]] = set()
+    for panel in BOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + i, at["y"] + j) for i in range(at["w"]) for j in range(at["h"])}
+        assert at["x"] + at["w"] <= 24
+        assert not cells & taken, f"{panel['title']} lies over another panel"
+        taken |= cells
+    for panel in PANELS:
+        assert panel["description"]
+        assert panel["datasource"]["uid"] == "${datasource}"

@@ -1,0 +1,161 @@
+"""Clients that leave, queues that are full, keys, an engine that dies, signals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from live_server import PATIENCE, live_server, server_process, wait_until
+from tightkv.engine.llm_engine import LLMEngine
+from tiny_models import save_tiny_model
+
+LONG = {"prompt": "abc", "temperature": 0, "max_tokens": 500, "ignore_eos": True}
+COMPLETION = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+def test_a_client_that_leaves_frees_its_blocks(folder: Path) -> None:
+    with live_server(folder) as server, server.client() as client:
+        for _ in range(3):
+            with client.stream("POST", COMPLETION, json={**LONG, "stream": True}) as answer:
+                next(answer.iter_lines())
+            server.wait_until_idle()
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(COMPLETION, json=LONG, timeout=0.05)
+        server.wait_until_idle()
+        assert server.call(lambda engine: engine.stats.generation_tokens) < 4 * 500
+
+
+def test_full_queue(folder: Path) -> None:
+    go_on = threading.Event()
+    answers: list[int] = []
+
+    def ask() -> None:
+        with server.client() as client:
+            answers.append(client.post(COMPLETION, json=LONG).status_code)
+
+    with live_server(folder, {"max_queue_len": 1}, max_num_seqs=1) as server:
+        hold = threading.Thread(target=server.call, args=[lambda _: go_on.wait(PATIENCE)])
+        asking = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in (hold, *asking):
+            thread.start()
+        wait_until(lambda: server.serving.engine.num_unfinished == 2)
+        with server.client() as client:
+            refused = client.post(COMPLETION, json=LONG)
+        go_on.set()
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "queue_full"
+        for thread in (hold, *asking):
+            thread.join(PATIENCE)
+        assert answers == [200, 200]
+        server.wait_until_idle()
+
+
+def test_api_keys(folder: Path) -> None:
+    with live_server(folder, {"api_key": ("secret", "other")}) as server, server.client() as client:
+        for path in ("/health", "/metrics", "/version", "/"):
+            assert client.get(path).status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            for path in ("/v1/models", "/state", f"{server.url}//v1/models"):
+                answer = client.get(path, headers=headers)
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        for key in ("secret", "other"):
+            answer = client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+
+
+def test_no_cors_unless_asked(folder: Path) -> None:
+    origin = {"Origin": "https://example.org"}
+    with live_server(folder) as server, server.client() as client:
+        assert "access-control-allow-origin" not in client.get("/health", headers=origin).headers
+    options = {"allowed_origins": ("https://example.org",), "api_key": ("k",)}
+    with live_server(folder, options) as server, server.client() as client:
+        asked = {**origin, "Access-Control-Request-Method": "POST"}
+        answer = client.options("/v1/completions", headers=asked)
+        assert answer.headers["access-control-allow-origin"] == "https://example.org"
+
+
+def test_a_failed_step_ends_its_requests_alone(folder: Path) -> None:
+    with live_server(folder) as server, server.client() as client:
+
+        def break_once(engine: LLMEngine) -> None:
+            execute = engine._runner.execute
+
+            def broken(batch: Any) -> Any:
+                engine._runner.execute = execute  # type: ignore[method-assign]
+                raise RuntimeError("out of luck")
+
+            engine._runner.execute = broken  # type: ignore[method-assign]
+
+        server.call(break_once)
+        failed = client.post(COMPLETION, json=LONG)
+        assert failed.status_code == 500
+        assert "out of luck" in failed.json()["error"]["message"]
+        assert client.post(COMPLETION, json={**LONG, "max_tokens": 3}).status_code == 200
+        server.wait_until_idle()
+
+
+def test_an_engine_that_dies_says_so(folder: Path) -> None:
+    with live_server(folder) as server, server.client() as client:
+        died = threading.Event()
+        server.serving.engine.on_death = died.set
+
+        def kill(engine: LLMEngine) -> None:
+            def schedule() -> Any:
+                raise ZeroDivisionError
+
+            engine.scheduler.schedule = schedule  # type: ignore[method-assign]
+
+        server.call(kill)
+        answer = client.post(COMPLETION, json=LONG)
+        assert answer.status_code == 500
+        assert "died" in answer.json()["error"]["message"]
+        assert died.wait(PATIENCE)
+        health = client.get("/health")
+        assert health.status_code == 503
+        assert "died" in health.json()["error"]["message"]
+        assert client.post(COMPLETION, json=LONG).status_code == 500
+        assert client.get("/metrics").status_code == 200
+        assert client.get("/state").json()["server"]["healthy"] is False
+
+
+POOL = ("--kv-cache-memory-bytes", "4M")
+
+
+@pytest.mark.slow
+def test_sigterm_lets_running_requests_finish(folder: Path) -> None:
+    with server_process(str(folder), *POOL) as (process, url):
+        client = httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False)
+        body = {**LONG, "stream": True}
+        with client, client.stream("POST", COMPLETION, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        last = json.loads(rest[-2].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
+def test_kill_and_start_again(folder: Path) -> None:
+    with server_process(str(folder), *POOL) as (process, _):
+        process.kill()
+    with server_process(str(folder), *POOL) as (process, url):
+        with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
+            assert client.post(COMPLETION, json={**LONG, "max_tokens": 3}).status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0
