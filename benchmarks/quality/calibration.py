@@ -36,6 +36,7 @@ CALIBRATED: dict[str, dict[str, Any]] = {
     "int8 head": {"static": True, "granularity": "head"},
     "int8 channel": {"static": True, "granularity": "channel"},
     "int8 auto": {"static": True},
+    "fp8 two-factor": {"kv_cache_dtype": "fp8_e4m3"},
     "fp8 tensor": {"static": True, "granularity": "tensor", "kv_cache_dtype": "fp8_e4m3"},
 }
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,15 @@ __all__ = [
     "progress",
     "run",
     "say_first_token",
+    "seconds_by_length",
     "timed_answers",
 ]
 
 FIRST_TOKEN = "FIRST_TOKEN"
 """The line that a driver prints when the engine has given its first token."""
+
+TURNS = 8
+"""How often `seconds_by_length` comes back to each length."""
 
 Result = dict[str, Any]
 Work = Callable[[argparse.Namespace], Result]
@@ -63,6 +68,30 @@ def median_seconds(step: Callable[[], object], count: int) -> float:
         step()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
+
+
+def seconds_by_length(
+    lengths: Sequence[int], steps: int, begin: Callable[[int], Callable[[], object]]
+) -> list[float]:
+    """Median seconds of a decode step at each cached length.
+
+    Lengths take turns in random order: a slow minute of the machine, or one in which the processor
+    runs at another speed, hits all of them, and not the slope.
+
+    Args:
+        lengths: cached tokens.
+        steps: steps of one turn.
+        begin: goes back to a length, and returns what makes its next step; called again for each
+            turn. One step more than `steps` is made.
+    """
+    seconds: dict[int, list[float]] = {length: [] for length in lengths}
+    for turn in range(TURNS):
+        progress(f"turn {turn + 1} of {TURNS}")
+        for length in random.sample(list(lengths), len(lengths)):
+            step = begin(length)
+            step()  # the length before has used the processor's cache
+            seconds[length].append(median_seconds(step, steps))
+    return [statistics.median(seconds[length]) for length in lengths]
 
 
 def timed_answers(

@@ -20,7 +20,16 @@ from typing import IO, Any
 
 from benchmarks.serving.driver import FIRST_TOKEN, Result, progress
 
-__all__ = ["Arm", "Engine", "EngineFailure", "Outcome", "best", "take_turns"]
+__all__ = [
+    "Arm",
+    "Engine",
+    "EngineFailure",
+    "Outcome",
+    "best",
+    "end_session",
+    "last_words",
+    "take_turns",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 3600
@@ -89,7 +98,7 @@ class Engine:
             )
         except OSError as error:
             raise EngineFailure(f"cannot be started: {self.python}: {error.strerror}") from error
-        timer = threading.Timer(TIMEOUT_SECONDS, _end_session, [process.pid])
+        timer = threading.Timer(TIMEOUT_SECONDS, end_session, [process.pid])
         timer.start()
         found: Result = {}
         try:
@@ -103,9 +112,9 @@ class Engine:
             status = process.wait()
         finally:
             timer.cancel()
-            _end_session(process.pid)
+            end_session(process.pid)
         if status or "version" not in found:
-            raise EngineFailure(f"failed with status {status}: {_last_words(errors)}")
+            raise EngineFailure(f"failed with status {status}: {last_words(errors)}")
         # Above the engine's own threads it tells that something else was running.
         return {**found, "load_average": round(os.getloadavg()[0], 2)}
 
@@ -167,12 +176,13 @@ def best(
     return chosen
 
 
-def _end_session(process_id: int) -> None:
+def end_session(process_id: int) -> None:
+    """End a process that leads a session, and all that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process_id, signal.SIGKILL)
 
 
-def _last_words(errors: IO[str]) -> str:
+def last_words(errors: IO[str]) -> str:
     """The last exception in what a process wrote, or else its last line."""
     errors.seek(0)
     lines = [line.strip() for line in errors if line.strip()]

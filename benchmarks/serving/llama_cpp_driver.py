@@ -7,7 +7,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import llama_cpp  # type: ignore[import-not-found]
@@ -74,21 +74,20 @@ class Session:
             raise RuntimeError(f"llama_decode failed with status {status}")
         return [self._best(index) for index in indices]
 
-    def prefill(self, tokens: list[int], first_position: int) -> int:
-        """Append tokens to sequence 0; the most probable next token."""
+    def prefill(self, tokens: list[int], sequence: int = 0) -> int:
+        """Fill an empty sequence; the most probable next token."""
         best = [-1]
         for begin in range(0, len(tokens), self.batch_size):
             piece = tokens[begin : begin + self.batch_size]
-            start = first_position + begin
             is_last = begin + len(piece) == len(tokens)
-            rows = ((token, start + index, 0) for index, token in enumerate(piece))
+            rows = ((token, begin + index, sequence) for index, token in enumerate(piece))
             best = self.decode(rows, [len(piece) - 1] if is_last else [])
         llama_cpp.llama_synchronize(self._context)
         return best[0]
 
-    def truncate(self, length: int) -> None:
-        """Take all tokens from position `length` on out of all sequences."""
-        llama_cpp.llama_memory_seq_rm(self._memory, -1, length, -1)
+    def truncate(self, length: int, sequence: int = -1) -> None:
+        """Take all tokens from position `length` on out of a sequence; -1 is all of them."""
+        llama_cpp.llama_memory_seq_rm(self._memory, sequence, length, -1)
 
     def _best(self, index: int) -> int:
         logits = llama_cpp.llama_get_logits_ith(self._context, index)
@@ -114,33 +113,38 @@ def prepare(options: argparse.Namespace) -> driver.Result:
 
 
 def slope(options: argparse.Namespace) -> driver.Result:
-    text = options.prompts[0]
-    session = Session(options, max(options.lengths) + options.steps)
-    session.prefill(text[-64:], 0)
-    session.truncate(0)
-    seconds, done = [], 0
-    for length in options.lengths:
+    """Decode steps of one sequence per length, each in a buffer of its own."""
+    text, lengths = options.prompts[0], list(options.lengths)
+    options.kv_unified = 0
+    session = Session(options, max(lengths) + options.steps + 1, len(lengths))
+    first_tokens = []
+    for sequence, length in enumerate(lengths):
         driver.progress(f"{length} cached tokens")
-        token, position = session.prefill(text[done:length], done), length
+        first_tokens.append(session.prefill(text[:length], sequence))
+
+    def begin(length: int) -> Callable[[], object]:
+        sequence = lengths.index(length)
+        session.truncate(length, sequence)
+        token, position = first_tokens[sequence], length
 
         def step() -> None:
             nonlocal token, position
-            (token,) = session.decode([(token, position, 0)], [0])
+            (token,) = session.decode([(token, position, sequence)], [0])
             position += 1
 
-        seconds.append(driver.median_seconds(step, options.steps))
-        session.truncate(length)
-        done = length
-    return {"lengths": options.lengths, "seconds": seconds}
+        return step
+
+    seconds = driver.seconds_by_length(lengths, options.steps, begin)
+    return {"lengths": lengths, "seconds": seconds}
 
 
 def prefill(options: argparse.Namespace) -> driver.Result:
     prompt = options.prompts[0]
     session = Session(options, len(prompt))
-    session.prefill(prompt[-64:], 0)
+    session.prefill(prompt[-64:])
     session.truncate(0)
     start = time.perf_counter()
-    session.prefill(prompt, 0)
+    session.prefill(prompt)
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "tokens_per_second": len(prompt) / seconds}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -11,7 +13,7 @@ from rich.table import Table
 from benchmarks.serving.driver import Result
 from benchmarks.serving.engines import Outcome
 
-__all__ = ["Bar", "Row", "as_json", "at_least", "at_most", "compare", "table"]
+__all__ = ["Bar", "Row", "as_json", "at_least", "at_most", "compare", "table", "write_atomically"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
         result.add_row(
             row.work,
             _figure(row.ours, row.unit),
-            row.remark or row.peer_name or "-",
+            _peer(row),
             _figure(row.peer, row.unit),
             "-" if row.ratio is None else f"{row.ratio:.3f}",
             "-" if row.bar is None else str(row.bar),
@@ -120,6 +122,19 @@ def as_json(row: Row) -> dict[str, Any]:
         "ratio": row.ratio,
         "met": row.is_met,
     }
+
+
+def write_atomically(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _peer(row: Row) -> str:
+    """Its name; with the reason where a figure is missing, which names it if its own is."""
+    if row.remark and row.peer is not None:
+        return f"{row.peer_name} ({row.remark})"
+    return row.remark or row.peer_name or "-"
 
 
 def _figure(value: float | None, unit: str) -> str:

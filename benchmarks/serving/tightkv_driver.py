@@ -55,15 +55,16 @@ def prepare(options: argparse.Namespace) -> driver.Result:
 
 
 def slope(options: argparse.Namespace) -> driver.Result:
-    """Decode steps at growing lengths; the prefix cache keeps what the length before has filled."""
+    """Decode steps at several lengths of one text, which the prefix cache keeps."""
     llm = load(options, enable_prefix_caching=True)
     text = options.prompts[0]
-    llm.generate([text[-64:]], greedy(4))
-    seconds = []
-    for length in options.lengths:
-        driver.progress(f"{length} cached tokens")
-        prefill_of(llm.engine, text[:length], options.steps + 1)
-        seconds.append(driver.median_seconds(llm.engine.step, options.steps))
+    llm.generate([text[: max(options.lengths)]], greedy(4))
+
+    def begin(length: int) -> Callable[[], object]:
+        prefill_of(llm.engine, text[:length], options.steps + 2)
+        return llm.engine.step
+
+    seconds = driver.seconds_by_length(options.lengths, options.steps, begin)
     return {"lengths": options.lengths, "seconds": seconds}
 
 

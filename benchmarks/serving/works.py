@@ -54,7 +54,7 @@ FULL = Sizes(
     kernel_tokens=8192,
     kernel_repeats=180,
     lengths=(64, 2048, 4096, 6144, 8064),
-    steps=32,
+    steps=8,
     prefill_tokens=4096,
     batch=Batch(16, 32, 128),
     saturated=Batch(32, 128, 512, 64 * 2**20),
@@ -64,7 +64,7 @@ QUICK = Sizes(
     kernel_tokens=2048,
     kernel_repeats=20,
     lengths=(64, 512, 1024),
-    steps=16,
+    steps=4,
     prefill_tokens=512,
     batch=Batch(16, 32, 16),
     saturated=Batch(6, 128, 32, 24 * 2**20),
@@ -233,7 +233,7 @@ def slope(bench: Bench) -> list[Row]:
         prompts=bench.write([bench.token_ids[:longest]]),
         lengths=sizes.lengths,
         steps=sizes.steps,
-        max_model_len=longest + sizes.steps + 1,
+        max_model_len=longest + sizes.steps + 2,
     )
     title = f"decode step per 1,000 tokens, {sizes.lengths[0]} to {longest:,} cached"
     return [
