@@ -25,17 +25,21 @@ inline uint32_t prepare(const float* x, const float* scale, int size, float* y, 
   return largest;
 }
 
-template <Code kCode>
-int64_t encode_all(const float* y, int size, typename CodeTraits<kCode>::Stored* codes) {
-  using Traits = CodeTraits<kCode>;
+// Out of the way of heads that do not clip.
+[[gnu::noinline, gnu::cold]] int64_t count_clipped(const float* y, int size, float clip_at) {
   int32_t clipped = 0;
+  for (int c = 0; c < size; ++c) clipped += fabsf(y[c]) >= clip_at;
+  return clipped;
+}
+
+template <Code kCode>
+void encode_all(const float* y, int size, typename CodeTraits<kCode>::Stored* codes) {
+  using Traits = CodeTraits<kCode>;
   for (int c = 0; c < size; ++c) {
-    clipped += fabsf(y[c]) >= Traits::kClipAt;
     float x = y[c] < -Traits::kMax ? -Traits::kMax : y[c];
     x = x > Traits::kMax ? Traits::kMax : x;
     codes[c] = Traits::encode(x);
   }
-  return clipped;
 }
 
 template <Code kCode, int (*kIndex)(int, int, int)>
@@ -44,14 +48,19 @@ int64_t write_head(const float* x, const float* scale, const TensorLayout& tenso
   using Traits = CodeTraits<kCode>;
   alignas(64) float y[kMaxHeadSize];
   alignas(64) typename Traits::Stored codes[kMaxHeadSize];
-  const uint32_t largest = prepare(x, scale, tensor.size, y, bad);
+  uint32_t largest = prepare(x, scale, tensor.size, y, bad);
   if (tensor.dynamic) {
     const uint16_t half = dynamic_scale(from_bits(largest), Traits::kMax);
     const float step = decode_minifloat<5, 10>(half);
     for (int c = 0; c < tensor.size; ++c) y[c] = y[c] / step;
+    largest = bits_of(from_bits(largest) / step);
     dynamic[token] = half;
   }
-  const int64_t clipped = encode_all<kCode>(y, tensor.size, codes);
+  // The largest is known anyway: counting costs nothing where nothing clips.
+  int64_t clipped = 0;
+  if (largest >= bits_of(Traits::kClipAt)) [[unlikely]]
+    clipped = count_clipped(y, tensor.size, Traits::kClipAt);
+  encode_all<kCode>(y, tensor.size, codes);
   auto* stored = reinterpret_cast<typename Traits::Stored*>(tile);
   for (int c = 0; c < tensor.size; ++c) stored[kIndex(c, token, interleave(kCode))] = codes[c];
   for (int c = tensor.size; c < tensor.padded_size; ++c)

@@ -248,6 +248,9 @@ def test_metrics_count_requests(server: LiveServer, client: httpx.Client) -> Non
     wait_until(lambda: value("vllm:generation_tokens_total") == tokens + 12)
     assert value("vllm:time_to_first_token_seconds_count") == before + 1
     assert value("vllm:cache_config_info") == 1
+    rejected = value("tightkv:requests_rejected_total")
+    assert client.post("/v1/completions", json={"prompt": "a", "n": 0}).status_code == 400
+    assert value("tightkv:requests_rejected_total") == rejected + 1
 
 
 def test_request_ids(client: httpx.Client) -> None:
@@ -335,6 +338,12 @@ def test_malformed_bodies(client: httpx.Client, content: bytes, status: int, pat
     answer = client.post(path, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
+
+
+def test_body_without_its_type(client: httpx.Client) -> None:
+    answer = client.post(COMPLETION, content=b'{"prompt": "a"}')
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
 def test_long_body_without_its_length(client: httpx.Client) -> None:

@@ -37,7 +37,7 @@ def make_app(serving: Serving, monitor: Monitor) -> FastAPI:
         title="TightKV", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.include_router(make_router(serving, monitor))
-    add_handlers(app)
+    add_handlers(app, monitor.metrics.on_rejected)
     _add_middleware(app, serving.config)
     return app
 

@@ -287,8 +287,10 @@ class AsyncEngine:
     def _has_work(self) -> bool:
         if self._engine.has_unfinished_requests:
             return True
-        self._look()
-        return self.idle_work is not None and self.idle_work.run_once()
+        has_more = self.idle_work is not None and self.idle_work.run_once()
+        if not has_more or self._is_time_to_look(time.monotonic()):
+            self._look()
+        return has_more
 
     def _set_stop(self) -> None:
         self._stops = True
@@ -329,7 +331,7 @@ class AsyncEngine:
         now = time.monotonic()
         self._deliver(touched, begin, now)
         num_tokens = stats.prompt_tokens + stats.generation_tokens - before
-        if now - self._snapshot_time > _SECONDS_BETWEEN_SNAPSHOTS:
+        if self._is_time_to_look(now):
             self._look()
         if self.observer is not None:
             self.observer.on_step(num_tokens)
@@ -382,6 +384,9 @@ class AsyncEngine:
             self._finish(served, time.monotonic())
             ended = RequestDelta(completions=(), finished=True, error=reason)
             self._tell(partial(self._put, [(served.stream, ended)]))
+
+    def _is_time_to_look(self, now: float) -> bool:
+        return now - self._snapshot_time > _SECONDS_BETWEEN_SNAPSHOTS
 
     def _look(self) -> None:
         self._snapshot = take_snapshot(self._engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -29,6 +30,9 @@ _TYPES = {
     413: "invalid_request_error",
     503: "overloaded_error",
 }
+
+
+_REJECTED_AS = {400: "invalid", 404: "unknown_model", 503: "queue_full"}
 
 
 class ModelNotFoundError(RequestError):
@@ -67,12 +71,18 @@ def as_error(error: Exception) -> tuple[int, dict[str, Any]]:
     return 500, _body(500, str(error), None, "engine_error")
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Let every error of the app be answered in this shape."""
+def add_handlers(app: FastAPI, on_rejected: Callable[[str], None]) -> None:
+    """Let every error of the app be answered in this shape.
+
+    Args:
+        app: the application.
+        on_rejected: told in a word why a request was not served.
+    """
 
     @app.exception_handler(RequestValidationError)
     async def _(request: Request, error: RequestValidationError) -> Response:
         param, message = _first_of(error)
+        on_rejected(_REJECTED_AS[400])
         return error_response(400, message, param=param)
 
     @app.exception_handler(HTTPException)
@@ -87,6 +97,8 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(TightKVError)
     async def _(request: Request, error: TightKVError) -> Response:
         status, body = as_error(error)
+        if status in _REJECTED_AS:
+            on_rejected(_REJECTED_AS[status])
         headers = {"Retry-After": _RETRY_AFTER_SECONDS} if status == 503 else None
         return json_response(body, status, headers)
 
@@ -106,6 +118,8 @@ def _first_of(error: RequestValidationError) -> tuple[str | None, str]:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return None, f"The body is no JSON: {first['ctx']['error']}."
+    if isinstance(first["input"], bytes):
+        return None, "The body was not sent as JSON: set Content-Type: application/json."
     where = ".".join(str(part) for part in first["loc"][1:])
     what = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":

@@ -21,6 +21,8 @@ _access_logger = logging.getLogger("tightkv.access")
 _PUBLIC_PATHS = frozenset({"/", "/health", "/metrics", "/version"})
 """They tell nothing of requests; probes and Prometheus bring no key."""
 
+_ROUTINE_PATHS = frozenset({"/health", "/metrics", "/state"})
+
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -62,7 +64,10 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            _access_logger.info(
+            # What probes and the page ask every second would bury the rest.
+            is_routine = scope["path"] in _ROUTINE_PATHS and status == 200
+            _access_logger.log(
+                logging.DEBUG if is_routine else logging.INFO,
                 "%s %s %s %s %.0f ms %s",
                 (scope.get("client") or ("-",))[0],
                 scope["method"],
