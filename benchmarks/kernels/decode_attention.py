@@ -1,11 +1,12 @@
 """Speed of the decode attention kernel, by format, in one process; our float16 is the peer.
 
-    python benchmarks/kernels/decode_attention.py [--tokens 4096] [--threads 2]
+    python benchmarks/kernels/decode_attention.py [--tokens 4096] [--threads 2] [--copies 30]
 
 One query token attends over the cached tokens; blocks lie in random order. Arms take turns in
 random order, so that a busy moment of the machine hits all of them, and what the arm before left
-in the processor's cache; some times they get new memory. Medians are given. `Mtok·heads/s` counts
-cached tokens times KV heads. The last line is one JSON object.
+in the processor's cache; some times they get new memory. With `--copies` each arm has that many
+caches and takes them in turn, as a model its layers': they then come from memory. Medians are
+given. `Mtok·heads/s` counts cached tokens times KV heads. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -112,19 +113,24 @@ def time_arms(
     num_tokens: int,
     backend: Backend,
     rounds: int,
+    copies: int = 1,
 ) -> dict[str, float]:
     """Median seconds of one call, arms taking turns."""
     times: dict[str, list[float]] = {name: [] for name in names}
-    arms: dict[str, Arm] = {}
+    arms: dict[str, list[Arm]] = {}
+    num_calls = max(copies, 4)
     for round_number in range(rounds):
         if round_number % ROUNDS_IN_PLACE == 0:  # the old arms go after the new ones have come
-            arms = {name: prepare(name, shape, num_tokens, backend) for name in names}
-        for name, arm in random.sample(list(arms.items()), len(arms)):
-            arm.run(backend)  # warm: the arm before has used the cache
+            arms = {
+                name: [prepare(name, shape, num_tokens, backend) for _ in range(copies)]
+                for name in names
+            }
+        for name, of_layers in random.sample(list(arms.items()), len(arms)):
+            of_layers[-1].run(backend)  # warm: the arm before has used the cache
             start = time.perf_counter()
-            for _ in range(4):
-                arm.run(backend)
-            times[name].append((time.perf_counter() - start) / 4)
+            for call in range(num_calls):
+                of_layers[call % copies].run(backend)
+            times[name].append((time.perf_counter() - start) / num_calls)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -133,14 +139,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="cached tokens")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--copies", type=int, default=1, help="caches of each arm")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=lambda text: tuple(map(int, text.split("/"))),
+        default=SHAPES,
+        metavar="H/KV/D",
+        help="query heads / KV heads / head size",
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     backend = select_backend(torch.device("cpu"))
     print(f"{backend.name}, {options.threads} thread(s), {options.tokens} cached tokens")
     results = []
-    for shape in SHAPES:
-        medians = time_arms(ARMS, shape, options.tokens, backend, options.rounds)
+    for shape in options.shapes:
+        medians = time_arms(ARMS, shape, options.tokens, backend, options.rounds, options.copies)
         print(f"\n{shape[0]}/{shape[1]} heads of size {shape[2]}")
         print(f"{'format':22} {'µs':>9} {'Mtok·heads/s':>13} {'GB/s':>7} {'× float16':>10}")
         for name, seconds in medians.items():
@@ -160,6 +175,7 @@ def main() -> None:
                 "machine": platform.machine(),
                 "threads": options.threads,
                 "tokens": options.tokens,
+                "copies": options.copies,
                 "results": results,
             }
         )
