@@ -158,6 +158,7 @@ class AsyncEngine:
 
     Attributes:
         error: why the engine does not run any more; None while it does.
+        max_unfinished: most requests that may wait or run.
         observer: told of tokens, steps and ends; set before the start, as the next two are.
         idle_work: done while the engine is idle.
         on_death: called in the event loop if the engine dies.
@@ -180,7 +181,7 @@ class AsyncEngine:
         self.idle_work: IdleWork | None = None
         self.on_death: Callable[[], None] | None = None
         self._engine = engine
-        self._limit = engine.config.scheduler.max_num_seqs + max_queue_len
+        self.max_unfinished = engine.config.scheduler.max_num_seqs + max_queue_len
         self._commands = _Commands()
         self._served: dict[str, _Served] = {}
         self._streams: dict[str, RequestStream] = {}
@@ -242,7 +243,7 @@ class AsyncEngine:
             QueueFullError: if too many wait.
             EngineError: if the engine has died.
         """
-        if len(self._streams) >= self._limit:
+        if len(self._streams) >= self.max_unfinished:
             raise QueueFullError(
                 f"{len(self._streams)} requests are waiting or running, the most that may: try "
                 "again later."

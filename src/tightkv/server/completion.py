@@ -46,11 +46,16 @@ async def _prompts(serving: Serving, body: CompletionRequest) -> list[Prompt]:
     given: Any = body.prompt
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
+    serving.check_num_prompts(len(given))
     special = body.add_special_tokens is not False
-    return [
-        await serving.tokenize(prompt, special) if isinstance(prompt, str) else Prompt(prompt)
-        for prompt in given
-    ]
+    prompts = []
+    for prompt in given:
+        if isinstance(prompt, str):
+            serving.check_length(prompt)
+            prompts.append(await serving.tokenize(prompt, special))
+        else:
+            prompts.append(Prompt(prompt))
+    return prompts
 
 
 def _params(body: CompletionRequest) -> SamplingParams:

@@ -40,7 +40,7 @@ class Prompt:
     text: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Serving:
     """One model, served under its names."""
 
@@ -54,10 +54,12 @@ class Serving:
     # A tokenizer may not be used by two threads at once: the engine's thread has the model's own.
     _tokenizer: PreTrainedTokenizerBase = field(init=False)
     _thread: ThreadPoolExecutor = field(init=False)
+    _longest_token: int = field(init=False)  # in characters
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_tokenizer", copy.deepcopy(self.model.tokenizer))
-        object.__setattr__(self, "_thread", ThreadPoolExecutor(1, "tightkv-tokenizer"))
+        self._tokenizer = copy.deepcopy(self.model.tokenizer)
+        self._thread = ThreadPoolExecutor(1, "tightkv-tokenizer")
+        self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @property
     def name(self) -> str:
@@ -84,6 +86,22 @@ class Serving:
                 f"{number}."
             )
 
+    def check_num_prompts(self, number: int) -> None:
+        """Raise RequestError for more prompts than may ever wait, before any is tokenized."""
+        if number > self.engine.max_unfinished:
+            raise RequestError(
+                f"There are {number} prompts, and {self.engine.max_unfinished} requests may wait "
+                "or run at once: send fewer."
+            )
+
+    def check_length(self, text: str) -> None:
+        """Raise PromptTooLongError for a text that can only be too long, before it is tokenized."""
+        if len(text) > self.max_model_len * self._longest_token:
+            raise PromptTooLongError(
+                f"The prompt has {len(text)} characters, which are more than the "
+                f"{self.max_model_len} tokens that prompt and answer together may have: shorten it."
+            )
+
     def check_room(self, prompt: Prompt, max_tokens: int | None) -> None:
         """Raise PromptTooLongError if an answer of this length cannot follow."""
         asked = len(prompt.token_ids) + (max_tokens or 0)
@@ -104,7 +122,7 @@ class Serving:
             await self._in_thread(self.grammars.compile, params.structured_outputs)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> Prompt:
-        """A text as a prompt.
+        """A text as a prompt, of any length.
 
         Raises:
             RequestError: if it is no text (a lone half of a surrogate pair).
@@ -118,6 +136,7 @@ class Serving:
 
         def render() -> Prompt:
             text = render_chat(self.model, messages, **arguments)
+            self.check_length(text)
             return self._tokenize(text, add_special_tokens)
 
         return await self._in_thread(render)
