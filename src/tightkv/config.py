@@ -120,7 +120,9 @@ class ServerConfig:
         (), "names of the model in requests, the first in answers; default: MODEL", item=str
     )
     max_queue_len: int = _option(
-        1024, "most requests that wait; a further one is answered 503 with Retry-After"
+        1024,
+        "most completions that wait, besides the --max-num-seqs that can run; further requests are "
+        "answered 503 with Retry-After",
     )
     max_request_bytes: int = _option(8 * 2**20, "longest request body", bytes=True)
     max_logprobs: int = _option(20, "most log-probabilities per token that a request may ask for")

@@ -98,6 +98,7 @@ def test_wrong_files(
         (["m", "--config", "absent.yaml"], "cannot be read"),
         (["m", "--enable-lora"], "LoRA adapters are not served"),
         (["m", "--quantization", "awq"], "--quantization is refused"),
+        (["m", "--distributed-executor-backend", "mp"], "Unknown argument '--distributed"),
     ],
 )
 def test_wrong_flags(
@@ -117,6 +118,8 @@ def test_wrong_flags(
         (["--host", "203.0.113.1", "--port", "1"], "Cannot listen"),
         (["--kv-quality-sample-rate", "2"], "kv_quality_sample_rate"),
         (["--ssl-keyfile", "absent"], "go together"),
+        (["--shutdown-timeout", "inf"], "shutdown_timeout is inf"),
+        (["--api-key", ""], "api_key is empty"),
         (["--port", "0"], "absent-model"),
         (["--port", "0", "--tensor-parallel-size", "2"], "tensor_parallel_size is 2"),
         (["--port", "0", "--swap-space", "4"], "swap_space is 4"),

@@ -18,6 +18,8 @@ from tiny_models import VOCAB_SIZE, save_tiny_model
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +143,7 @@ def test_echo_with_logprobs(client: httpx.Client, folder: Path) -> None:
 def test_echo_alone(client: httpx.Client) -> None:
     answer = post(client, "/v1/completions", prompt=PROMPT, echo=True, logprobs=0, max_tokens=0)
     choice = answer["choices"][0]
+    assert answer["usage"]["completion_tokens"] == 0
     assert choice["text"] == PROMPT
     assert len(choice["logprobs"]["tokens"]) == len(PROMPT)
 
@@ -178,6 +181,15 @@ def test_chat_equals_that_of_the_engine(client: httpx.Client, folder: Path) -> N
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     pieces = [c["delta"].get("content") or "" for chunk in chunks for c in chunk["choices"]]
     assert "".join(pieces) == expected
+
+
+def test_echo_of_a_chat(client: httpx.Client) -> None:
+    messages = [*USER, {"role": "assistant", "content": "It is"}]
+    body = {"messages": messages, "echo": True, "continue_final_message": True, **GREEDY}
+    whole = post(client, CHAT, **body)["choices"][0]["message"]["content"]
+    chunks = events(client, CHAT, **body)
+    assert whole.startswith("It is")
+    assert "".join(c["delta"].get("content", "") for e in chunks for c in e["choices"]) == whole
 
 
 def test_chat_logprobs(client: httpx.Client) -> None:
@@ -262,10 +274,6 @@ def test_request_ids(client: httpx.Client) -> None:
     assert answer.headers["x-request-id"] != "x" * 500
 
 
-COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
-USER = [{"role": "user", "content": "hi"}]
-
-
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
@@ -281,7 +289,7 @@ USER = [{"role": "user", "content": "hi"}]
         (COMPLETION, {"prompt": "a", "max_tokens": 10**9}, 400, "both together"),
         (COMPLETION, {"prompt": "a" * 600, "max_tokens": None}, 400, "512"),
         (COMPLETION, {"prompt": "a" * 10_000}, 400, "10000 characters"),
-        (COMPLETION, {"prompt": ["a"] * 2000}, 400, "2000 prompts"),
+        (COMPLETION, {"prompt": ["a"] * 2000}, 400, "is 2000"),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 10_000}]}, 400, "characters"),
         (COMPLETION, {"prompt": "a", "temperature": -1}, 400, "temperature"),
         (COMPLETION, {"prompt": "a", "temperature": "hot"}, 400, "temperature"),
@@ -304,6 +312,12 @@ USER = [{"role": "user", "content": "hi"}]
             400,
             "contradict",
         ),
+        (CHAT, {"messages": USER, "chat_template_kwargs": {"messages": []}}, 400, "render"),
+        (CHAT, {"messages": USER, "chat_template_kwargs": {"tokenize": True}}, 400, "tokenize"),
+        (COMPLETION, {"prompt": [None] * 20_000}, 400, "prompt"),
+        (COMPLETION, {"prompt": "a", "stop": ["x"] * 65}, 400, "stop"),
+        (COMPLETION, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, 400, "streamed"),
+        (COMPLETION, {"prompt": ["a"] * 100, "n": 100}, 400, "times n"),
         ("/tokenize", {}, 400, "either prompt or messages"),
         ("/detokenize", {"tokens": [10**6]}, 400, "ids go from 0"),
         ("/v1/embeddings", {}, 404, "There is no /v1/embeddings"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -14,6 +16,11 @@ import pytest
 from live_server import PATIENCE, live_server, server_process, wait_until
 from tightkv.engine.llm_engine import LLMEngine
 from tiny_models import save_tiny_model
+
+
+class _PanicError(BaseException):
+    """As libraries in Rust raise them."""
+
 
 LONG = {"prompt": "abc", "temperature": 0, "max_tokens": 500, "ignore_eos": True}
 COMPLETION = "/v1/completions"
@@ -107,6 +114,33 @@ def test_a_failed_step_ends_its_requests_alone(folder: Path) -> None:
         server.wait_until_idle()
 
 
+def test_who_looks_on_may_fail(folder: Path) -> None:
+    with live_server(folder) as server, server.client() as client:
+        bug = mock.Mock(side_effect=ValueError("a bug of a metric"), __qualname__="on_finished")
+        server.monitor.on_finished = bug  # type: ignore[method-assign]
+        assert client.post(COMPLETION, json={**LONG, "max_tokens": 3}).status_code == 200
+        server.wait_until_idle()
+
+
+def test_prompts_are_logged_only_when_asked(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for asked in (False, True):
+        caplog.clear()
+        with (
+            caplog.at_level(logging.INFO, "tightkv"),
+            live_server(folder, {"enable_log_requests": asked}) as server,
+            server.client() as client,
+        ):
+            body = {"prompt": "a secret", "max_tokens": 2}
+            headers = {"X-Request-Id": "mine"}
+            answer = client.post(COMPLETION, json=body, headers=headers)
+            assert answer.json()["id"].startswith("cmpl-mine-")
+            client.get("/health%0AINFO forged")
+            server.wait_until_idle()
+            wait_until(lambda: "cmpl-mine-" in caplog.text)
+        assert ("a secret" in caplog.text) is asked
+        assert not any(line.startswith("INFO forged") for line in caplog.text.splitlines())
+
+
 def test_an_engine_that_dies_says_so(folder: Path) -> None:
     with live_server(folder) as server, server.client() as client:
         died = threading.Event()
@@ -114,7 +148,7 @@ def test_an_engine_that_dies_says_so(folder: Path) -> None:
 
         def kill(engine: LLMEngine) -> None:
             def schedule() -> Any:
-                raise ZeroDivisionError
+                raise _PanicError
 
             engine.scheduler.schedule = schedule  # type: ignore[method-assign]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tightkv import __version__
 from tightkv.cli import calibrate, generate, serve
-from tightkv.errors import TightKVError
+from tightkv.errors import ConfigError, TightKVError
 
 __all__ = ["main", "make_parser"]
 
@@ -20,7 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A wrong input is one sentence on stderr."""
     arguments_given = sys.argv[1:] if argv is None else list(argv)
     try:
-        arguments = make_parser().parse_args(arguments_given)
+        arguments, unknown = make_parser().parse_known_args(arguments_given)
+        if unknown:
+            raise ConfigError(
+                f"Unknown argument {unknown[0]!r}: `tightkv {arguments.command} --help` lists what "
+                "there is; leave it out."
+            )
         _log_to_stderr(arguments.quiet)
         status: int = arguments.run(arguments)
     except TightKVError as error:

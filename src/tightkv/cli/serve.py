@@ -88,5 +88,7 @@ def _as_flag(path: Path, name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     values = value if isinstance(value, list) else [value]
+    if not values:
+        return []
     # With an equals sign a value may begin with a dash.
     return [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *map(str, values)]

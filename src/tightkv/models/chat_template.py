@@ -27,7 +27,7 @@ def check_template_arguments(arguments: Mapping[str, Any]) -> None:
             raise RequestError(f"chat_template_kwargs may not have {name[:60]!r}: leave it out.")
 
 
-def render_chat(model: LoadedModel, messages: Seq[Mapping[str, Any]], **arguments: Any) -> str:
+def render_chat(model: LoadedModel, messages: Seq[Mapping[str, Any]], /, **arguments: Any) -> str:
     """A conversation in the words of the model's chat template.
 
     Args:

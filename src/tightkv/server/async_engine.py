@@ -26,7 +26,7 @@ from tightkv.engine.snapshot import take_snapshot
 from tightkv.errors import EngineError, TightKVError
 from tightkv.metrics import EngineSnapshot, RequestStats
 
-__all__ = ["AsyncEngine", "EngineObserver", "IdleWork", "QueueFullError", "RequestStream"]
+__all__ = ["AsyncEngine", "EngineObserver", "IdleWork", "Prompt", "QueueFullError", "RequestStream"]
 
 _logger = logging.getLogger("tightkv")
 
@@ -64,17 +64,23 @@ class IdleWork(Protocol):
         """Do a small piece; False: there is nothing more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids of a prompt, and its text where it came as one."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
 class RequestStream:
     """What comes to one request, for one reader.
 
     Attributes:
-        prompt_token_ids: the prompt as the engine has it.
         stats: times and counts; those of the engine's thread.
     """
 
     def __init__(self, request_id: str, stats: RequestStats) -> None:
         self.request_id = request_id
-        self.prompt_token_ids: tuple[int, ...] = ()
         self.stats = stats
         self._arrived: asyncio.Queue[RequestDelta] = asyncio.Queue()
 
@@ -135,7 +141,7 @@ class _Commands:
                 continue
             try:
                 future.set_result(function())
-            except Exception as error:
+            except BaseException as error:  # a library in Rust panics with one
                 future.set_exception(error)
 
     def close(self, error: str) -> None:
@@ -158,7 +164,7 @@ class AsyncEngine:
 
     Attributes:
         error: why the engine does not run any more; None while it does.
-        max_unfinished: most requests that may wait or run.
+        max_unfinished: most completions that may wait or run.
         observer: told of tokens, steps and ends; set before the start, as the next two are.
         idle_work: done while the engine is idle.
         on_death: called in the event loop if the engine dies.
@@ -174,7 +180,7 @@ class AsyncEngine:
 
         Args:
             engine: loaded and idle.
-            max_queue_len: requests that may wait besides those that can run at once.
+            max_queue_len: completions that may wait besides those that can run at once.
         """
         self.error: str | None = None
         self.observer: EngineObserver | None = None
@@ -231,43 +237,56 @@ class AsyncEngine:
     async def submit(
         self,
         request_id: str,
-        prompt: str | Seq[int],
+        prompts: Seq[Prompt],
         params: SamplingParams,
         *,
         cache_salt: str = "",
-    ) -> RequestStream:
-        """Queue a request; it is in the engine when this returns.
+    ) -> list[RequestStream]:
+        """Queue a request for each prompt; they are in the engine when this returns.
+
+        Args:
+            request_id: a name that no other has; with several prompts they are numbered.
+            prompts: all or none of which are queued.
+            params: how to answer.
+            cache_salt: as in `LLMEngine.add_request`.
 
         Raises:
-            RequestError: if it can never be served.
+            RequestError: if one of them can never be served.
             QueueFullError: if too many wait.
             EngineError: if the engine has died.
         """
-        if len(self._streams) >= self.max_unfinished:
+        unfinished = sum(stream.stats.n for stream in self._streams.values())
+        if unfinished + params.n * len(prompts) > self.max_unfinished:
             raise QueueFullError(
-                f"{len(self._streams)} requests are waiting or running, the most that may: try "
-                "again later."
+                f"{unfinished} completions are waiting or running, and {self.max_unfinished} may: "
+                "try again later."
             )
-        stats = RequestStats(
-            arrival_time=time.monotonic(),
-            num_prompt_tokens=0,
-            n=params.n,
-            max_tokens=params.max_tokens,
-        )
-        stream = RequestStream(request_id, stats)
-        self._streams[request_id] = stream
+        streams = [
+            RequestStream(
+                request_id if len(prompts) == 1 else f"{request_id}-{index}",
+                RequestStats(
+                    arrival_time=time.monotonic(),
+                    num_prompt_tokens=len(prompt.token_ids),
+                    n=params.n,
+                    max_tokens=params.max_tokens,
+                ),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        self._streams |= {stream.request_id: stream for stream in streams}
         try:
-            await self.call(lambda engine: self._add(engine, stream, prompt, params, cache_salt))
+            await self.call(lambda engine: self._add(engine, streams, prompts, params, cache_salt))
         except BaseException:
-            # Also when the client has gone while the request was on its way in.
-            self.abort(request_id)
+            # Also when the client has gone while the requests were on their way in.
+            for stream in streams:
+                self.abort(stream.request_id)
             raise
-        return stream
+        return streams
 
     def abort(self, request_id: str) -> None:
         """End a request and free its blocks; a finished one is left alone."""
         if self._streams.pop(request_id, None) is not None:
-            self._commands.put(lambda: self._abort(request_id))
+            self._commands.put(lambda: self._abort(request_id)).add_done_callback(_log_failure)
 
     # What follows runs in the engine's thread.
 
@@ -278,7 +297,7 @@ class AsyncEngine:
                 if self._engine.has_unfinished_requests:
                     self._step()
             self.error = "The engine has been stopped."
-        except Exception as error:
+        except BaseException as error:  # a library in Rust panics with one
             _logger.exception("the engine has died")
             self.error = f"The engine has died ({type(error).__name__}): restart the server."
             self._tell(self.on_death)
@@ -299,15 +318,16 @@ class AsyncEngine:
     def _add(
         self,
         engine: LLMEngine,
-        stream: RequestStream,
-        prompt: str | Seq[int],
+        streams: Seq[RequestStream],
+        prompts: Seq[Prompt],
         params: SamplingParams,
         cache_salt: str,
     ) -> None:
-        request = engine.add_request(stream.request_id, prompt, params, cache_salt=cache_salt)
-        stream.prompt_token_ids = request.prompt_token_ids
-        stream.stats.num_prompt_tokens = len(request.prompt_token_ids)
-        self._served[stream.request_id] = _Served(request, stream)
+        for stream, prompt in zip(streams, prompts, strict=True):
+            request = engine.add_request(
+                stream.request_id, prompt.token_ids, params, prompt.text, cache_salt
+            )
+            self._served[stream.request_id] = _Served(request, stream)
 
     def _abort(self, request_id: str) -> None:
         self._engine.abort_request(request_id)
@@ -335,7 +355,7 @@ class AsyncEngine:
         if self._is_time_to_look(now):
             self._look()
         if self.observer is not None:
-            self.observer.on_step(num_tokens)
+            self._inform(self.observer.on_step, num_tokens)
 
     def _deliver(self, touched: Seq[Request], begin: float, now: float) -> None:
         """Note times and send each request what has come to it, all in one call of the loop."""
@@ -361,7 +381,7 @@ class AsyncEngine:
         if count == 0:
             return
         if self.observer is not None:
-            self.observer.on_tokens(stats, count, now)
+            self._inform(self.observer.on_tokens, stats, count, now)
         stats.num_generation_tokens = made
         stats.last_token_time = now
         if stats.first_token_time is None:
@@ -375,16 +395,23 @@ class AsyncEngine:
         reasons = [sequence.finish_reason or "abort" for sequence in request.sequences]
         stats.finished_reason = next((r for r in reasons if r in ("error", "abort")), reasons[0])
         if self.observer is not None:
-            self.observer.on_finished(request, stats)
+            self._inform(self.observer.on_finished, request, stats)
         if self.idle_work is not None:
-            self.idle_work.on_finished(request)
+            self._inform(self.idle_work.on_finished, request)
 
     def _end_all(self, reason: str) -> None:
-        for served in list(self._served.values()):
-            self._engine.abort_request(served.request.request_id)
-            self._finish(served, time.monotonic())
-            ended = RequestDelta(completions=(), finished=True, error=reason)
-            self._tell(partial(self._put, [(served.stream, ended)]))
+        left = list(self._served.values())
+        ended = RequestDelta(completions=(), finished=True, error=reason)
+        self._tell(partial(self._put, [(served.stream, ended) for served in left]))
+        for served in left:
+            self._abort(served.request.request_id)
+
+    def _inform(self, listener: Callable[..., None], *facts: Any) -> None:
+        """Tell who only looks on: what goes wrong there ends no request."""
+        try:
+            listener(*facts)
+        except Exception:
+            _logger.exception("%s failed", listener.__qualname__)
 
     def _is_time_to_look(self, now: float) -> bool:
         return now - self._snapshot_time > _SECONDS_BETWEEN_SNAPSHOTS
@@ -405,3 +432,8 @@ class AsyncEngine:
             stream.put(delta)
             if delta.finished:
                 self._streams.pop(stream.request_id, None)
+
+
+def _log_failure(future: Future[None]) -> None:
+    if not future.cancelled() and future.exception() is not None:
+        _logger.error("a request could not be aborted", exc_info=future.exception())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -13,15 +13,14 @@ from tightkv.engine.outputs import CompletionDelta
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.errors import RequestError
 from tightkv.models import check_template_arguments
-from tightkv.server.errors import json_response
-from tightkv.server.logprobs import TokenLogprobs, chat_logprobs, prompt_logprobs
-from tightkv.server.protocol import ChatCompletionRequest, Message, StreamOptions, TokenizeRequest
-from tightkv.server.serving import Prompt, Serving, merged, new_id, unless_gone
-from tightkv.server.streaming import event_stream
+from tightkv.server.answer import Answer, Piece
+from tightkv.server.async_engine import Prompt
+from tightkv.server.logprobs import chat_logprobs, prompt_logprobs
+from tightkv.server.protocol import ChatCompletionRequest, Message, TokenizeRequest
+from tightkv.server.serving import Serving
 from tightkv.server.structured import structured_outputs
 from tightkv.server.tool_call_reader import Delta
 from tightkv.server.tool_calls import ToolCallPlan, plan_tool_calls, with_arguments_as_objects
-from tightkv.server.usage import Usage
 
 __all__ = ["chat_prompt", "create_chat_completion"]
 
@@ -45,11 +44,7 @@ async def create_chat_completion(
     params = _params(body, tools)
     prompt = await chat_prompt(serving, body, body.messages)
     serving.check_room(prompt, params.max_tokens)
-    await serving.compile_grammar(params)
-    answer = _Answer(serving, body, prompt, params, tools)
-    if body.stream:
-        return await unless_gone(http, event_stream(answer.chunks()))
-    return json_response(await unless_gone(http, answer.whole()))
+    return await _Answer(serving, body, prompt, params, http, tools).response()
 
 
 async def chat_prompt(
@@ -95,42 +90,44 @@ def _text_of(part: dict[str, Any]) -> str:
     return text
 
 
-class _Answer:
-    """The `n` choices of a request."""
-
+class _Answer(Answer):
     def __init__(
         self,
         serving: Serving,
         body: ChatCompletionRequest,
         prompt: Prompt,
         params: SamplingParams,
+        http: Request,
         tools: ToolCallPlan,
     ) -> None:
-        self._serving, self._body = serving, body
-        self._prompt, self._params = prompt, params
-        self._head: dict[str, Any] = {
-            "id": new_id("chatcmpl"),
-            "created": int(time.time()),
-            "model": serving.name,
-        }
+        super().__init__(serving, body, [prompt], params, http, "chatcmpl")
+        self._body = body
         self._readers = [tools.new_reader() for _ in range(params.n)]
         self._echoed = _text_of_last(body) if body.echo else ""
-        self._prompt_logprobs: Sequence[TokenLogprobs | None] = ()
-        self._usage = Usage(len(prompt.token_ids))
+        self._begun: set[int] = set()
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
-        choices: list[dict[str, Any]] = [
-            {"index": index, "message": {"role": _ROLE, "content": self._echoed or None}}
+    @property
+    def _chunk_object(self) -> str:
+        return "chat.completion.chunk"
+
+    async def _whole(self) -> dict[str, Any]:
+        choices: list[Piece] = [
+            {"index": index, "message": {"role": _ROLE, "content": ""}, "logprobs": None}
             for index in range(self._params.n)
         ]
-        async for piece in self._pieces():
-            choice = choices[piece["index"]]
-            _extend(choice["message"], piece.pop("delta"))
-            logprobs = piece.pop("logprobs")
-            if logprobs is not None:
-                choice.setdefault("logprobs", {"content": []})["content"] += logprobs["content"]
-            choice |= piece
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                choice = choices[piece["index"]]
+                _extend(choice["message"], piece.pop("delta"))
+                logprobs = piece.pop("logprobs")
+                if logprobs is not None:
+                    before = choice["logprobs"] or {"content": []}
+                    choice["logprobs"] = {"content": before["content"] + logprobs["content"]}
+                choice |= piece
+        for choice in choices:
+            message = choice["message"]
+            if message.get("tool_calls") and not message["content"]:
+                message["content"] = None
         answer = {
             **self._head,
             "object": "chat.completion",
@@ -138,37 +135,21 @@ class _Answer:
             "usage": self._usage.as_json(),
         }
         if self._body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs)
+            answer["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs[0])
         return answer
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer in pieces, each an object; the first of each choice tells the role."""
-        head = {**self._head, "object": "chat.completion.chunk"}
-        options = self._body.stream_options or StreamOptions()
-        begun: set[int] = set()
-        async for piece in self._pieces():
-            if piece["index"] not in begun:
-                begun.add(piece["index"])
-                piece["delta"] = {"role": _ROLE, "content": self._echoed, **piece["delta"]}
-            chunk = {**head, "choices": [piece]}
-            if options.continuous_usage_stats:
-                chunk["usage"] = self._usage.as_json()
-            yield chunk
-        if options.include_usage:
-            yield {**head, "choices": [], "usage": self._usage.as_json()}
+    async def _pieces(self) -> AsyncGenerator[Piece]:
+        """The first of each choice tells the role, and what is echoed."""
+        async with aclosing(self._completions()) as completions:
+            async for _, completion in completions:
+                for piece in self._pieces_of(completion):
+                    if piece["index"] not in self._begun:
+                        self._begun.add(piece["index"])
+                        text = self._echoed + piece["delta"].get("content", "")
+                        piece["delta"] = {"role": _ROLE, **piece["delta"], "content": text}
+                    yield piece
 
-    async def _pieces(self) -> AsyncIterator[dict[str, Any]]:
-        async with self._serving.submitted(
-            self._head["id"], [self._prompt], self._params, self._body.cache_salt or ""
-        ) as streams:
-            async for _, delta in merged(streams):
-                self._usage.note(0, delta)
-                self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
-                for completion in delta.completions:
-                    for piece in self._pieces_of(completion):
-                        yield piece
-
-    def _pieces_of(self, completion: CompletionDelta) -> Iterator[dict[str, Any]]:
+    def _pieces_of(self, completion: CompletionDelta) -> Iterator[Piece]:
         """Usually one piece; several where content and calls come together."""
         reader = self._readers[completion.index]
         deltas = reader.feed(completion.text)
@@ -216,7 +197,7 @@ def _text_of_last(body: ChatCompletionRequest) -> str:
 def _extend(message: dict[str, Any], delta: Delta) -> None:
     """Put a piece of an answer to what is there."""
     if delta.get("content"):
-        message["content"] = (message["content"] or "") + delta["content"]
+        message["content"] += delta["content"]
     for call in delta.get("tool_calls", ()):
         whole = {name: value for name, value in call.items() if name != "index"}
         message.setdefault("tool_calls", []).append(whole)

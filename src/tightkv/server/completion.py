@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -11,15 +11,16 @@ from starlette.responses import Response
 
 from tightkv.engine.outputs import CompletionDelta
 from tightkv.engine.sampling_params import SamplingParams
-from tightkv.server.errors import json_response
-from tightkv.server.logprobs import CompletionLogprobs, TokenLogprobs, joined, prompt_logprobs
-from tightkv.server.protocol import CompletionRequest, StreamOptions
-from tightkv.server.serving import Prompt, Serving, merged, new_id, unless_gone
-from tightkv.server.streaming import event_stream
+from tightkv.server.answer import Answer, Piece
+from tightkv.server.async_engine import Prompt
+from tightkv.server.logprobs import CompletionLogprobs, joined, prompt_logprobs
+from tightkv.server.protocol import CompletionRequest
+from tightkv.server.serving import Serving
 from tightkv.server.structured import structured_outputs
-from tightkv.server.usage import Usage
 
 __all__ = ["create_completion"]
+
+_OBJECT = "text_completion"
 
 
 async def create_completion(serving: Serving, body: CompletionRequest, http: Request) -> Response:
@@ -35,18 +36,14 @@ async def create_completion(serving: Serving, body: CompletionRequest, http: Req
     params = _params(body)
     for prompt in prompts:
         serving.check_room(prompt, body.max_tokens)
-    await serving.compile_grammar(params)
-    answer = _Answer(serving, body, prompts, params)
-    if body.stream:
-        return await unless_gone(http, event_stream(answer.chunks()))
-    return json_response(await unless_gone(http, answer.whole()))
+    return await _Answer(serving, body, prompts, params, http).response()
 
 
 async def _prompts(serving: Serving, body: CompletionRequest) -> list[Prompt]:
     given: Any = body.prompt
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
-    serving.check_num_prompts(len(given))
+    serving.check_num_prompts(len(given) * (body.n or 1))
     special = body.add_special_tokens is not False
     prompts = []
     for prompt in given:
@@ -73,71 +70,49 @@ def _params(body: CompletionRequest) -> SamplingParams:
     )
 
 
-class _Answer:
-    """The choices of a request: `n` for each of its prompts."""
-
+class _Answer(Answer):
     def __init__(
         self,
         serving: Serving,
         body: CompletionRequest,
         prompts: Sequence[Prompt],
         params: SamplingParams,
+        http: Request,
     ) -> None:
-        self._serving, self._body = serving, body
-        self._prompts, self._params = prompts, params
-        self._head: dict[str, Any] = {
-            "id": new_id("cmpl"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": serving.name,
-        }
+        super().__init__(serving, body, prompts, params, http, "cmpl")
+        self._body = body
         self._logprobs = [
             CompletionLogprobs(body.logprobs or 0, bool(body.return_tokens_as_token_ids))
             for _ in range(len(prompts) * params.n)
         ]
         self._begun: set[int] = set()
-        self._prompt_logprobs: dict[int, Sequence[TokenLogprobs | None]] = {}
-        self._usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
-        choices: list[dict[str, Any]] = [
+    @property
+    def _chunk_object(self) -> str:
+        return _OBJECT
+
+    async def _whole(self) -> dict[str, Any]:
+        choices: list[Piece] = [
             {"index": index, "text": "", "logprobs": None, "finish_reason": None}
             for index in range(len(self._logprobs))
         ]
-        async for piece in self._pieces():
-            choice = choices[piece["index"]]
-            choice |= piece | {"text": choice["text"] + piece["text"]}
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                choice = choices[piece["index"]]
+                choice |= piece | {"text": choice["text"] + piece["text"]}
         for index, choice in enumerate(choices):
             if self._body.logprobs is not None:
                 choice["logprobs"] = self._logprobs[index].all
             if self._body.prompt_logprobs is not None:
                 of_prompt = self._prompt_logprobs[index // self._params.n]
                 choice["prompt_logprobs"] = prompt_logprobs(of_prompt)
-        return {**self._head, "choices": choices, "usage": self._usage.as_json()}
+        usage = self._usage.as_json(hides_completion=self._body.max_tokens == 0)
+        return {**self._head, "object": _OBJECT, "choices": choices, "usage": usage}
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer in pieces, each an object."""
-        options = self._body.stream_options or StreamOptions()
-        async for piece in self._pieces():
-            chunk = {**self._head, "choices": [piece]}
-            if options.continuous_usage_stats:
-                chunk["usage"] = self._usage.as_json()
-            yield chunk
-        if options.include_usage:
-            yield {**self._head, "choices": [], "usage": self._usage.as_json()}
-
-    async def _pieces(self) -> AsyncIterator[dict[str, Any]]:
-        salt = self._body.cache_salt or ""
-        async with self._serving.submitted(
-            self._head["id"], self._prompts, self._params, salt
-        ) as streams:
-            async for which, delta in merged(streams):
-                self._usage.note(which, delta)
-                if delta.prompt_logprobs is not None:
-                    self._prompt_logprobs[which] = delta.prompt_logprobs
-                for completion in delta.completions:
-                    yield await self._piece(which, completion)
+    async def _pieces(self) -> AsyncGenerator[Piece]:
+        async with aclosing(self._completions()) as completions:
+            async for which, completion in completions:
+                yield await self._piece(which, completion)
 
     async def _piece(self, which: int, completion: CompletionDelta) -> dict[str, Any]:
         index = which * self._params.n + completion.index

@@ -102,11 +102,6 @@ def add_handlers(app: FastAPI, on_rejected: Callable[[str], None]) -> None:
         headers = {"Retry-After": _RETRY_AFTER_SECONDS} if status == 503 else None
         return json_response(body, status, headers)
 
-    @app.exception_handler(Exception)
-    async def _(request: Request, error: Exception) -> Response:
-        status, body = as_error(error)
-        return json_response(body, status)
-
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")

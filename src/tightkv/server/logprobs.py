@@ -9,6 +9,8 @@ from tightkv.engine.outputs import Logprob
 
 __all__ = ["CompletionLogprobs", "TokenLogprobs", "chat_logprobs", "joined", "prompt_logprobs"]
 
+_LEAST = -9999.0
+
 TokenLogprobs = Mapping[int, Logprob]
 """Token id to log-probability at one position; the chosen or given token comes first."""
 
@@ -36,13 +38,17 @@ class CompletionLogprobs:
     def take(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The next positions."""
         named = [
-            {_name_of(item, self._as_token_ids): item[1].logprob for item in position.items()}
+            {
+                _name_of(item, self._as_token_ids): _finite(item[1])
+                for place, item in enumerate(position.items())
+                if place == 0 or item[1].rank <= self._num_top
+            }
             for position in positions
         ]
         chosen = [next(iter(position.items())) for position in positions]
         return self._piece(
             [_name_of(item, self._as_token_ids) for item in chosen],
-            [item[1].logprob for item in chosen],
+            [_finite(item[1]) for item in chosen],
             named if self._num_top else [None] * len(named),
         )
 
@@ -92,7 +98,7 @@ def chat_logprobs(
         token = _name_of(item, as_token_ids)
         return {
             "token": token,
-            "logprob": item[1].logprob,
+            "logprob": _finite(item[1]),
             "bytes": list(token.encode("utf-8", errors="replace")),
         }
 
@@ -113,7 +119,7 @@ def prompt_logprobs(
         if position is None
         else {
             str(token_id): {
-                "logprob": logprob.logprob,
+                "logprob": _finite(logprob),
                 "rank": logprob.rank,
                 "decoded_token": logprob.decoded_token,
             }
@@ -121,6 +127,11 @@ def prompt_logprobs(
         }
         for position in positions
     ]
+
+
+def _finite(logprob: Logprob) -> float:
+    """JSON has no infinity: what can never come is very unlikely, as in vLLM."""
+    return max(logprob.logprob, _LEAST)
 
 
 def _name_of(item: tuple[int, Logprob], as_token_ids: bool) -> str:

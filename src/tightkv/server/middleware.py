@@ -8,11 +8,12 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tightkv.server.errors import error_response
+from tightkv.server.errors import as_error, error_response, json_response
 
 __all__ = ["AccessLog", "ApiKeys", "BodyLimit", "SingleSlashes"]
 
@@ -63,6 +64,11 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if status:  # too late for another answer
+                raise
+            _, body = as_error(error)
+            await json_response(body, 500)(scope, receive, send_with_id)
         finally:
             # What probes and the page ask every second would bury the rest.
             is_routine = scope["path"] in _ROUTINE_PATHS and status == 200
@@ -71,7 +77,7 @@ class AccessLog:
                 "%s %s %s %s %.0f ms %s",
                 (scope.get("client") or ("-",))[0],
                 scope["method"],
-                scope["path"],
+                quote(scope["path"]),  # as it came: a line break in it would forge a line
                 status or "no answer",
                 1000 * (time.monotonic() - begin),
                 request_id,
@@ -106,7 +112,7 @@ class ApiKeys:
         if scheme.lower() != "bearer":
             return False
         # Every key is compared, so that the time tells nothing.
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        matches = [hmac.compare_digest(given.strip().encode("latin-1"), k) for k in self._keys]
         return any(matches)
 
 

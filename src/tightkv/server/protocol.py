@@ -23,9 +23,13 @@ __all__ = [
 ]
 
 _MAX_N = 128  # OpenAI's limit
+# Each is looked for after every token.
+_MAX_STOPS, _MAX_STOP_LENGTH, _MAX_STOP_TOKENS = 64, 1024, 1024
 
-TokenIds = list[int]
-Tools = list[dict[str, Any]]
+# One error is enough: a long list of wrong things must not make a longer one.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+_Stop = Annotated[str, Field(max_length=_MAX_STOP_LENGTH)]
 
 
 class _Body(BaseModel):
@@ -67,7 +71,7 @@ class SamplingRequest(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     logit_bias: dict[int, float] | None = None
@@ -80,7 +84,7 @@ class SamplingRequest(_Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=_MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
@@ -99,6 +103,8 @@ class SamplingRequest(_Body):
     def _check_stream_options(self) -> SamplingRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are for streams: set stream to true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not streamed: set stream to false")
         return self
 
     def sampling_params(
@@ -129,7 +135,12 @@ class SamplingRequest(_Body):
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
@@ -156,13 +167,13 @@ class Message(_Body):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
 
 class ChatCompletionRequest(SamplingRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -196,7 +207,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

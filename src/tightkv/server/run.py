@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
@@ -32,7 +33,9 @@ __all__ = ["load_serving", "run_server"]
 _logger = logging.getLogger("tightkv")
 
 _SECONDS_TO_TELL_OF_DEATH = 2.0
+_BACKLOG = 2048
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_asked_to_stop = threading.Event()
 
 
 def run_server(config: EngineConfig, server_config: ServerConfig) -> int:
@@ -49,11 +52,11 @@ def run_server(config: EngineConfig, server_config: ServerConfig) -> int:
     _check(server_config)
     for number in _SIGNALS:
         signal.signal(number, _quit)
-    with _bound(server_config) as listener:
+    with _bind(server_config) as listener:
         serving, monitor = load_serving(config, server_config)
         # uvicorn takes the signals from here on, and raises them again when it has stopped.
         for number in _SIGNALS:
-            signal.signal(number, _ignore)
+            signal.signal(number, _note_signal)
         return asyncio.run(_serve(serving, monitor, listener))
 
 
@@ -79,10 +82,12 @@ async def _serve(serving: Serving, monitor: Monitor, listener: socket.socket) ->
         loop.call_later(_SECONDS_TO_TELL_OF_DEATH, setattr, server, "should_exit", True)
 
     serving.engine.on_death = on_death
+    listener.listen(_BACKLOG)  # so that who reads the next line can connect
     host, port = listener.getsockname()[:2]
     scheme = "https" if config.ssl_certfile else "http"
     _logger.info("Serving %s at %s://%s:%d", serving.name, scheme, host, port)
-    await server.serve(sockets=[listener])
+    if not _asked_to_stop.is_set():
+        await server.serve(sockets=[listener])
     return 1 if died else 0
 
 
@@ -130,8 +135,10 @@ def _check(config: ServerConfig) -> None:
         "shutdown_timeout": (config.shutdown_timeout, 0),
     }
     for name, (value, limit) in least.items():
-        if value < limit:
-            raise ConfigError(f"{name} is {value:g}: it must be at least {limit}.")
+        if not limit <= value < math.inf:
+            raise ConfigError(f"{name} is {value:g}: it must be a number of at least {limit}.")
+    if any(not key or not key.isascii() for key in config.api_key):
+        raise ConfigError("An api_key is empty or not ASCII: give keys, or leave --api-key out.")
     if (config.ssl_certfile is None) != (config.ssl_keyfile is None):
         raise ConfigError("ssl_certfile and ssl_keyfile go together: give both or neither.")
     for path in filter(None, (config.ssl_certfile, config.ssl_keyfile)):
@@ -139,28 +146,29 @@ def _check(config: ServerConfig) -> None:
             raise ConfigError(f"There is no file {path}: check the paths of certificate and key.")
 
 
-@contextmanager
-def _bound(config: ServerConfig) -> Iterator[socket.socket]:
+def _bind(config: ServerConfig) -> socket.socket:
     """A socket on the address, taken before the model loads; it listens when that is done."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        with listener:
+    with ExitStack() as undo:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            yield listener
-    except OSError as error:
-        raise ConfigError(
-            f"Cannot listen on {config.host}, port {config.port} ({error.strerror}): choose "
-            "another --host or --port."
-        ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot listen on {config.host}, port {config.port} ({error.strerror}): choose "
+                "another --host or --port."
+            ) from error
+        undo.pop_all()
+    return listener
 
 
 def _quit(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """The signal has done its work: the server has stopped."""
+def _note_signal(number: int, frame: FrameType | None) -> None:
+    """For a signal just before uvicorn takes them, and when it raises them again at its end."""
+    _asked_to_stop.set()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from tightkv.engine.outputs import RequestDelta
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.errors import InvalidSamplingParamsError, PromptTooLongError, RequestError
 from tightkv.models import LoadedModel, render_chat
-from tightkv.server.async_engine import AsyncEngine, RequestStream
+from tightkv.server.async_engine import AsyncEngine, Prompt, RequestStream
 from tightkv.server.errors import ModelNotFoundError
 
 __all__ = ["ClientGoneError", "Prompt", "Serving", "merged", "new_id", "unless_gone"]
@@ -30,14 +30,6 @@ _T = TypeVar("_T")
 
 class ClientGoneError(Exception):
     """Nobody waits for the answer any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Token ids of a prompt, and its text where it came as one."""
-
-    token_ids: list[int]
-    text: str | None = None
 
 
 @dataclass(eq=False)
@@ -54,11 +46,14 @@ class Serving:
     # A tokenizer may not be used by two threads at once: the engine's thread has the model's own.
     _tokenizer: PreTrainedTokenizerBase = field(init=False)
     _thread: ThreadPoolExecutor = field(init=False)
+    # A schema may take long, and must not hold up everybody's tokenizing.
+    _grammar_thread: ThreadPoolExecutor = field(init=False)
     _longest_token: int = field(init=False)  # in characters
 
     def __post_init__(self) -> None:
         self._tokenizer = copy.deepcopy(self.model.tokenizer)
         self._thread = ThreadPoolExecutor(1, "tightkv-tokenizer")
+        self._grammar_thread = ThreadPoolExecutor(1, "tightkv-grammars")
         self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @property
@@ -87,11 +82,11 @@ class Serving:
             )
 
     def check_num_prompts(self, number: int) -> None:
-        """Raise RequestError for more prompts than may ever wait, before any is tokenized."""
+        """Raise RequestError for more completions than may ever wait, before any is tokenized."""
         if number > self.engine.max_unfinished:
             raise RequestError(
-                f"There are {number} prompts, and {self.engine.max_unfinished} requests may wait "
-                "or run at once: send fewer."
+                f"Prompts times n is {number}, and {self.engine.max_unfinished} completions may "
+                "wait or run at once: send fewer prompts, or lower n."
             )
 
     def check_length(self, text: str) -> None:
@@ -119,7 +114,9 @@ class Serving:
             InvalidSamplingParamsError: for a form that cannot be followed.
         """
         if params.structured_outputs is not None:
-            await self._in_thread(self.grammars.compile, params.structured_outputs)
+            await asyncio.get_running_loop().run_in_executor(
+                self._grammar_thread, self.grammars.compile, params.structured_outputs
+            )
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> Prompt:
         """A text as a prompt, of any length.
@@ -130,7 +127,7 @@ class Serving:
         return await self._in_thread(self._tokenize, text, add_special_tokens)
 
     async def render_chat(
-        self, messages: Sequence[dict[str, Any]], add_special_tokens: bool, **arguments: Any
+        self, messages: Sequence[dict[str, Any]], add_special_tokens: bool, /, **arguments: Any
     ) -> Prompt:
         """A conversation as a prompt; errors as in `models.render_chat`."""
 
@@ -164,20 +161,16 @@ class Serving:
         self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, cache_salt: str
     ) -> AsyncIterator[list[RequestStream]]:
         """Streams of these prompts; whatever happens inside, none is left running after it."""
-        streams: list[RequestStream] = []
+        streams = await self.engine.submit(request_id, prompts, params, cache_salt=cache_salt)
         try:
-            for index, prompt in enumerate(prompts):
-                name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-                streams.append(
-                    await self.engine.submit(name, prompt.token_ids, params, cache_salt=cache_salt)
-                )
             yield streams
         finally:
             for stream in streams:
                 self.engine.abort(stream.request_id)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._grammar_thread):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def _tokenize(self, text: str, add_special_tokens: bool) -> Prompt:
         try:
@@ -193,7 +186,7 @@ class Serving:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
 
-async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestDelta]]:
+async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestDelta]]:
     """Index of the stream and what came to it, as it comes.
 
     Raises:
@@ -255,6 +248,6 @@ async def _gone(http: Request) -> None:
         pass
 
 
-def new_id(prefix: str) -> str:
-    """A name that no other request has."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+def new_id(prefix: str, http: Request) -> str:
+    """A name that no other request has; the HTTP request's id, which its client knows, is in it."""
+    return f"{prefix}-{http.state.http_request_id}-{uuid.uuid4().hex[:8]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from starlette.responses import StreamingResponse
@@ -16,7 +16,7 @@ _DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def event_stream(chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+async def event_stream(chunks: AsyncGenerator[dict[str, Any]]) -> StreamingResponse:
     """A stream of these objects, ended by `[DONE]`.
 
     The first is awaited here, so that a request that is refused gets a status of its own. An error
@@ -25,7 +25,7 @@ async def event_stream(chunks: AsyncIterator[dict[str, Any]]) -> StreamingRespon
     try:
         first = await anext(chunks)
     except BaseException:
-        await _close(chunks)
+        await chunks.aclose()
         raise
     return StreamingResponse(
         _events(first, chunks), media_type="text/event-stream", headers=_HEADERS
@@ -33,7 +33,7 @@ async def event_stream(chunks: AsyncIterator[dict[str, Any]]) -> StreamingRespon
 
 
 async def _events(
-    first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]
+    first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any]]
 ) -> AsyncIterator[bytes]:
     try:
         yield _event(first)
@@ -43,14 +43,8 @@ async def _events(
         yield _event(as_error(error)[1])
     finally:
         # The client may have gone: what it asked for must not go on.
-        await _close(chunks)
+        await chunks.aclose()
     yield _DONE
-
-
-async def _close(chunks: AsyncIterator[dict[str, Any]]) -> None:
-    close = getattr(chunks, "aclose", None)
-    if close is not None:
-        await close()
 
 
 def _event(chunk: dict[str, Any]) -> bytes:

@@ -22,11 +22,16 @@ class Usage:
         self._num_cached_tokens[which] = delta.num_cached_tokens
         self._num_completion_tokens += sum(len(each.token_ids) for each in delta.completions)
 
-    def as_json(self) -> dict[str, Any]:
-        """As OpenAI writes it; `cached_tokens` are prefix hits."""
+    def as_json(self, *, hides_completion: bool = False) -> dict[str, Any]:
+        """As OpenAI writes it; `cached_tokens` are prefix hits.
+
+        Args:
+            hides_completion: whether only the prompt was asked for (`echo` with `max_tokens` 0).
+        """
+        completion = 0 if hides_completion else self._num_completion_tokens
         return {
             "prompt_tokens": self._num_prompt_tokens,
-            "completion_tokens": self._num_completion_tokens,
-            "total_tokens": self._num_prompt_tokens + self._num_completion_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self._num_prompt_tokens + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens.values())},
         }
