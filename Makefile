@@ -96,11 +96,11 @@ clean: ## Remove what make has made, the virtual environments too
 
 # Editable: what runs and what is checked is src/. The build tools stand in the environment, so that
 # the next build of the extension compiles only what has changed. It comes first: where it fails,
-# nobody has waited for PyTorch.
+# nobody has waited for PyTorch. setuptools and wheel build what lm-eval needs and has no wheel.
 $(VENV)/installed: $(NATIVE)
 	@$(call venv,$(VENV))
 	@echo "Building the extension into $(VENV) (a minute the first time)"
-	@$(call pip,$(VENV),install cmake nanobind ninja scikit-build-core)
+	@$(call pip,$(VENV),install cmake nanobind ninja scikit-build-core setuptools wheel)
 	@$(call pip,$(VENV),install --no-build-isolation --no-deps --editable .)
 	@echo "Installing what it requires, and tools (minutes the first time: PyTorch is large)"
 	@$(call pip,$(VENV),install --no-build-isolation --editable '.[dev]')
