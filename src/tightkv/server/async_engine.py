@@ -435,5 +435,7 @@ class AsyncEngine:
 
 
 def _log_failure(future: Future[None]) -> None:
-    if not future.cancelled() and future.exception() is not None:
-        _logger.error("a request could not be aborted", exc_info=future.exception())
+    error = None if future.cancelled() else future.exception()
+    # An engine that has ended has ended its requests, too.
+    if error is not None and not isinstance(error, EngineError):
+        _logger.error("a request could not be aborted", exc_info=error)
