@@ -275,7 +275,13 @@ def summary(
         "prompt_tokens": sum(each.prompt for each in lengths),
         "new_tokens": sum(each.answer for each in lengths),
         "settings": {
-            name: {"flags": server.flags, "body": server.body}
+            # Where files lie on this machine is nobody's business.
+            name: {
+                "flags": [
+                    Path(flag).name if Path(flag).is_absolute() else flag for flag in server.flags
+                ],
+                "body": server.body,
+            }
             for name, server in servers.items()
             if isinstance(server, Server)
         },
