@@ -60,8 +60,8 @@ WARM_UP_TOKENS = 8
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>")
 # llama.cpp takes context lengths in such pieces.
 CONTEXT_STEP = 256
-# Tokenizers may differ a little: llama.cpp's reads "\n\n1" as two tokens, that of a folder made from
-# a GGUF file as three.
+# Tokenizers may differ a little: llama.cpp's reads "\n\n1" as two tokens, that of a folder made
+# from a GGUF file as three.
 EQUAL_WORK = 0.005
 
 
