@@ -89,10 +89,12 @@ def live_server(
 
 
 @contextmanager
-def server_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server_process(
+    *arguments: str, program: tuple[str, ...] = ("-m", "tightkv")
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`tightkv serve` on a free port, and its address; it is told to stop at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tightkv", "serve", *arguments, "--port", "0"],
+        [sys.executable, *program, "serve", *arguments, "--port", "0"],
         stderr=subprocess.PIPE,
         text=True,
     )

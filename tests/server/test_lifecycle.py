@@ -193,3 +193,21 @@ def test_kill_and_start_again(folder: Path) -> None:
             assert client.post(COMPLETION, json={**LONG, "max_tokens": 3}).status_code == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
+
+
+_DYING = """
+import sys
+from tightkv.cli.main import main
+from tightkv.engine.llm_engine import LLMEngine
+LLMEngine.step = None
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_the_process_of_a_dead_engine_ends(folder: Path) -> None:
+    with server_process(str(folder), *POOL, program=("-c", _DYING)) as (process, url):
+        with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
+            assert client.post(COMPLETION, json=LONG).status_code == 500
+            assert client.get("/health").status_code == 503
+        assert process.wait(PATIENCE) == 1
