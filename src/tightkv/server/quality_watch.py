@@ -18,15 +18,13 @@ import torch
 
 from tightkv.config import CacheConfig, EngineConfig, SchedulerConfig
 from tightkv.engine.llm_engine import LLMEngine
-from tightkv.engine.policy import PolicySources, resolve_policy
+from tightkv.engine.pool import pool_bytes
 from tightkv.engine.request import Request
-from tightkv.engine.resolve import resolve_specs
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.errors import ConfigError, EngineError
-from tightkv.kvcache import group_layers
 from tightkv.metrics import kl_divergence
 from tightkv.metrics.prometheus import ServerMetrics
-from tightkv.models import LoadedModel, prepare_model
+from tightkv.models import LoadedModel
 from tightkv.server.state import QualitySummary
 
 __all__ = ["QualityWatch", "bytes_needed"]
@@ -268,14 +266,8 @@ def _with_pool(config: EngineConfig, model: LoadedModel) -> EngineConfig:
 
 def _pool_bytes(config: EngineConfig, model: LoadedModel) -> int:
     """Bytes of a cache for the longest request that is scored."""
-    cache = config.cache
-    geometry = prepare_model(model.model)
-    sources = replace(PolicySources.read(cache), checkpoint=model.kv_scales)
-    # Channel factors of a probe are missing here; they take no bytes of the cache.
-    policy = resolve_policy(cache, geometry, sources)
-    groups = group_layers(resolve_specs(policy, geometry, cache.block_size, model.dtype))
     longest = config.model.max_model_len or min(_LONGEST, model.max_position)
-    return -(-longest // cache.block_size) * sum(group.block_bytes for group in groups)
+    return pool_bytes(config, model, longest)
 
 
 @contextmanager
