@@ -25,16 +25,18 @@ def test_files_of_text_and_of_lines(tmp_path: Path) -> None:
     text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     text.write_text("some text")
     messages = [{"role": "user", "content": "hi"}]
-    lines.write_text(f'{{"text": "one"}}\n\n{json.dumps({"messages": messages})}\n"plain"\n')
+    lines.write_text(
+        f'{{"text": "one"}}\n\n{json.dumps({"messages": messages})}\n"plain"\n{{"prompt": "ask"}}\n'
+    )
     documents = read_documents([str(text), str(lines)])
-    assert documents == ["some text", "one", messages, "plain"]
+    assert documents == ["some text", "one", messages, "plain", "ask"]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"text": "a"}\n{', "line 2 is not JSON"),
-        ('{"prompt": "a"}', "line 1 has neither"),
+        ('{"question": "a"}', "line 1 has neither"),
         ('{"messages": ["a"]}', "line 1 has neither"),
         ("3", "line 1 has neither"),
     ],

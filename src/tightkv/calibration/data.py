@@ -1,4 +1,4 @@
-"""Text to calibrate on: files, data sets, strings; cut into windows of tokens."""
+"""Text to calibrate on and to evaluate with: files, data sets, strings; cut into windows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from tightkv.errors import RequestError
 from tightkv.models import LoadedModel, one_line, render_chat
 
 __all__ = [
+    "MIN_TOKENS",
     "CalibrationText",
     "Document",
     "check_window",
     "cut_windows",
+    "digest",
     "read_documents",
+    "shuffled_pieces",
     "split_windows",
+    "tokenize_document",
 ]
 
 MIN_TOKENS = 64
@@ -57,7 +61,7 @@ class CalibrationText:
 
 
 def read_documents(names: Sequence[str]) -> list[Document]:
-    """Documents of `.txt` and `.jsonl` files (`text` or `messages`), or of hub data sets.
+    """Documents of `.txt` and `.jsonl` files (`messages`, `text` or `prompt`), or hub data sets.
 
     Raises:
         RequestError: names the file, and the line, and what is expected.
@@ -90,16 +94,38 @@ def cut_windows(
         RequestError: if there are too few tokens, or only special ones.
     """
     check_window(model, num_samples, max_seq_len)
+    wanted = num_samples * max_seq_len
+    tokens: list[int] = []
+    for piece in shuffled_pieces(documents, max_seq_len, seed):
+        if len(tokens) >= wanted:
+            break
+        tokens += tokenize_document(piece, model)
+    return split_windows(tokens[:wanted], model, max_seq_len, tuple(sources), digest(documents))
+
+
+def shuffled_pieces(documents: Sequence[Document], max_seq_len: int, seed: int) -> list[Document]:
+    """Texts cut into pieces of about `max_seq_len` tokens, conversations whole; shuffled."""
     size = _CHARACTERS_PER_TOKEN * max_seq_len
     pieces = [piece for document in documents for piece in _pieces(document, size)]
     random.Random(seed).shuffle(pieces)
-    wanted = num_samples * max_seq_len
-    tokens: list[int] = []
-    for piece in pieces:
-        if len(tokens) >= wanted:
-            break
-        tokens += _tokenize(piece, model)
-    return split_windows(tokens[:wanted], model, max_seq_len, tuple(sources), _digest(documents))
+    return pieces
+
+
+def tokenize_document(document: Document, model: LoadedModel) -> list[int]:
+    """Token ids; a conversation in the words of the model's chat template."""
+    is_text = isinstance(document, str)
+    text = document if isinstance(document, str) else render_chat(model, document)
+    ids: list[int] = model.tokenizer(text, add_special_tokens=is_text).input_ids
+    return ids
+
+
+def digest(documents: Iterable[Document]) -> str:
+    """SHA-256 of all documents."""
+    of_all = hashlib.sha256()
+    for document in documents:
+        data = document if isinstance(document, str) else json.dumps(document, sort_keys=True)
+        of_all.update(f"{len(data)} ".encode() + data.encode("utf-8", "surrogatepass"))
+    return of_all.hexdigest()
 
 
 def check_window(model: LoadedModel, num_samples: int, max_seq_len: int) -> None:
@@ -143,13 +169,6 @@ def _pieces(document: Document, size: int) -> Iterator[Document]:
         yield document
 
 
-def _tokenize(document: Document, model: LoadedModel) -> list[int]:
-    is_text = isinstance(document, str)
-    text = document if isinstance(document, str) else render_chat(model, document)
-    ids: list[int] = model.tokenizer(text, add_special_tokens=is_text).input_ids
-    return ids
-
-
 def _check_tokens(tokens: Sequence[int], model: LoadedModel) -> None:
     if len(tokens) < MIN_TOKENS:
         raise RequestError(
@@ -166,20 +185,12 @@ def _chunks(tokens: list[int], size: int) -> list[list[int]]:
     return [tokens[start : start + size] for start in range(0, len(tokens), size)]
 
 
-def _digest(documents: Iterable[Document]) -> str:
-    digest = hashlib.sha256()
-    for document in documents:
-        data = document if isinstance(document, str) else json.dumps(document, sort_keys=True)
-        digest.update(f"{len(data)} ".encode() + data.encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
-
-
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(
-            f"The calibration text {path} cannot be read ({one_line(error)}): give a text file in "
+            f"The text {path} cannot be read ({one_line(error)}): give a text file in "
             "UTF-8, or JSON lines."
         ) from error
 
@@ -201,15 +212,16 @@ def _document(line: str, where: str) -> Document:
 
 
 def _of_record(record: object, where: str) -> Document:
-    """`messages` before `text`."""
+    """`messages` before `text` before `prompt`."""
     fields = record if isinstance(record, Mapping) else {"text": record}
-    messages, text = fields.get("messages"), fields.get("text")
+    messages, text = fields.get("messages"), fields.get("text", fields.get("prompt"))
     if isinstance(messages, list) and all(isinstance(one, Mapping) for one in messages):
         return [dict(one) for one in messages]
     if isinstance(text, str):
         return text
     raise RequestError(
-        f'{where} has neither "text" with a string nor "messages" with a list: correct it.'
+        f'{where} has neither "text" or "prompt" with a string nor "messages" with a list: '
+        "correct it."
     )
 
 

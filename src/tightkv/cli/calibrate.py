@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from tightkv.calibration import (
@@ -19,6 +18,7 @@ from tightkv.calibration import (
     read_documents,
 )
 from tightkv.cli.options import add_flags, given_options
+from tightkv.cli.progress import progress_bars
 from tightkv.config import ModelConfig
 from tightkv.errors import RequestError
 from tightkv.files import check_target
@@ -110,24 +110,13 @@ def run(arguments: argparse.Namespace) -> int:
     check_target(arguments.output)
     texts = None if _SELF in arguments.data else read_documents(arguments.data)
     model = ModelConfig(**given_options(arguments, parts=("model",)))
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done)
-
+    with progress_bars() as progress:
         result = calibrate(
             model,
             texts,
             max_model_len=model.max_model_len,
             sources=[Path(name).name for name in arguments.data],
-            progress=show,
+            progress=progress,
             **{name: given[name] for name in _OPTIONS if given[name] is not None},
         )
     write_scales_file(arguments.output, result.file)
