@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from tightkv import __version__
 from tightkv.config import ServerConfig
 from tightkv.server.errors import add_handlers
 from tightkv.server.middleware import AccessLog, ApiKeys, BodyLimit, SingleSlashes
@@ -34,7 +34,11 @@ def make_app(serving: Serving, monitor: Monitor) -> FastAPI:
 
     # The documentation pages of FastAPI load scripts from elsewhere; /openapi.json stays.
     app = FastAPI(
-        title="TightKV", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+        title="TightKV",
+        version=version("tightkv"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
     )
     app.include_router(make_router(serving, monitor))
     add_handlers(app, monitor.metrics.on_rejected)

@@ -41,7 +41,7 @@ async def create_chat_completion(
     tools = plan_tool_calls(
         body.tools, body.tool_choice, body.parallel_tool_calls, serving.model.tokenizer
     )
-    params = _params(body, tools)
+    params = _params(serving, body, tools)
     prompt = await chat_prompt(serving, body, body.messages)
     serving.check_room(prompt, params.max_tokens)
     return await _Answer(serving, body, prompt, params, http, tools).response()
@@ -177,10 +177,11 @@ class _Answer(Answer):
             }
 
 
-def _params(body: ChatCompletionRequest, tools: ToolCallPlan) -> SamplingParams:
+def _params(serving: Serving, body: ChatCompletionRequest, tools: ToolCallPlan) -> SamplingParams:
     if tools.needs_special_tokens and body.skip_special_tokens is None:
         body.skip_special_tokens = False
     return body.sampling_params(
+        serving.sampling_defaults,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,

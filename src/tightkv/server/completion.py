@@ -33,7 +33,7 @@ async def create_completion(serving: Serving, body: CompletionRequest, http: Req
     serving.check_logprobs("logprobs", body.logprobs)
     serving.check_logprobs("prompt_logprobs", body.prompt_logprobs)
     prompts = await _prompts(serving, body)
-    params = _params(body)
+    params = _params(serving, body)
     for prompt in prompts:
         serving.check_room(prompt, body.max_tokens)
     return await _Answer(serving, body, prompts, params, http).response()
@@ -55,9 +55,10 @@ async def _prompts(serving: Serving, body: CompletionRequest) -> list[Prompt]:
     return prompts
 
 
-def _params(body: CompletionRequest) -> SamplingParams:
+def _params(serving: Serving, body: CompletionRequest) -> SamplingParams:
     wants_prompt = body.echo and body.logprobs is not None
     return body.sampling_params(
+        serving.sampling_defaults,
         # The engine makes at least one token; with max_tokens 0 it is not shown.
         max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
         logprobs=body.logprobs,

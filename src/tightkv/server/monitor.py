@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from importlib.metadata import version
 
-from tightkv import __version__
 from tightkv.config import CacheConfig
 from tightkv.engine.llm_engine import LLMEngine
 from tightkv.engine.request import Request
@@ -48,7 +48,7 @@ class Monitor:
         self._logs_prompts = logs_prompts
         self._facts = state.ServerFacts(
             model=model_name,
-            version=__version__,
+            version=version("tightkv"),
             chat=engine.model.tokenizer.chat_template is not None,
             start_time=time.monotonic(),
         )

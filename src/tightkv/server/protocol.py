@@ -6,6 +6,7 @@ answer and is not served; null is the same as absent.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -109,13 +110,14 @@ class SamplingRequest(_Body):
 
     def sampling_params(
         self,
+        defaults: Mapping[str, float],
         *,
         max_tokens: int | None,
         logprobs: int | None,
         prompt_logprobs: int | None,
         structured_outputs: StructuredOutputs | None,
     ) -> SamplingParams:
-        """What the engine is asked for.
+        """What the engine is asked for; `defaults` are for what the request leaves open.
 
         Raises:
             InvalidSamplingParamsError: for a value outside its range.
@@ -124,7 +126,7 @@ class SamplingRequest(_Body):
             name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None
         }
         return SamplingParams(
-            **given,
+            **{**defaults, **given},
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

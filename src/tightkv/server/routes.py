@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, Response
 
-from tightkv import __version__
 from tightkv.server.chat import chat_prompt, create_chat_completion
 from tightkv.server.completion import create_completion
 from tightkv.server.errors import error_response, json_response
@@ -102,7 +102,7 @@ def _add_state(router: APIRouter, serving: Serving, monitor: Monitor) -> None:
     @router.get("/version")
     async def version() -> Response:
         """TightKV's version."""
-        return json_response({"version": __version__})
+        return json_response({"version": metadata.version("tightkv")})
 
     @router.get("/metrics")
     async def metrics(http: Request) -> Response:

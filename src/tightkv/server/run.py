@@ -26,6 +26,7 @@ from tightkv.server.app import make_app
 from tightkv.server.async_engine import AsyncEngine
 from tightkv.server.monitor import Monitor
 from tightkv.server.quality_watch import QualityWatch, bytes_needed
+from tightkv.server.sampling_defaults import sampling_defaults
 from tightkv.server.serving import Serving
 
 __all__ = ["load_serving", "run_server"]
@@ -109,6 +110,7 @@ def load_serving(config: EngineConfig, server_config: ServerConfig) -> tuple[Ser
         grammars=engine.grammars,
         config=server_config,
         created=int(time.time()),
+        sampling_defaults=sampling_defaults(engine.model, server_config.generation_config),
     )
     monitor = Monitor(
         engine, names[0], serving.engine.latest_snapshot, server_config.enable_log_requests

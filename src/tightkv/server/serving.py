@@ -22,6 +22,7 @@ from tightkv.errors import InvalidSamplingParamsError, PromptTooLongError, Reque
 from tightkv.models import LoadedModel, render_chat
 from tightkv.server.async_engine import AsyncEngine, Prompt, RequestStream
 from tightkv.server.errors import ModelNotFoundError
+from tightkv.server.sampling_defaults import SamplingDefaults
 
 __all__ = ["ClientGoneError", "Prompt", "Serving", "merged", "new_id", "unless_gone"]
 
@@ -43,6 +44,7 @@ class Serving:
     grammars: GrammarCompiler
     config: ServerConfig
     created: int
+    sampling_defaults: SamplingDefaults = field(default_factory=dict)
     # A tokenizer may not be used by two threads at once: the engine's thread has the model's own.
     _tokenizer: PreTrainedTokenizerBase = field(init=False)
     _thread: ThreadPoolExecutor = field(init=False)
