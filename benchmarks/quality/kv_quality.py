@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pydoc_data.topics import topics
 
 import torch
@@ -26,8 +27,11 @@ from tightkv.calibration.places import Place
 from tightkv.calibration.progress import no_progress
 from tightkv.calibration.statistics import LayerStatistics, gather_statistics
 from tightkv.engine.observed_model import ObservedModel
+from tightkv.evaluation.arms import Arm, Arms
+from tightkv.evaluation.lockstep import Reading, forced, prompted, read_in_lockstep
+from tightkv.evaluation.report import PassName
 from tightkv.kernels import select_backend
-from tightkv.metrics import Divergence
+from tightkv.metrics import DivergenceFigures
 from tightkv.models import LoadedModel, prepare_model
 
 CALIBRATION_TOKENS = 8192
@@ -81,78 +85,39 @@ def scales_for(arm: str, seen: dict[int, LayerStatistics]) -> dict[int, LayerSca
     }
 
 
-class Arm:
-    """An engine whose logits of the last step can be read."""
-
-    def __init__(self, name: str, llm: LLM) -> None:
-        self.name = name
-        self.engine = llm.engine
-        self.divergence = Divergence()
-        self.rows: dict[tuple[str, int], torch.Tensor] = {}
-        self.engine.observe_logits(
-            lambda sequence, position, row: self.rows.update({(sequence.request_id, position): row})
-        )
+def measure(mode: PassName, arms: Arms, text: list[int]) -> dict[str, DivergenceFigures]:
+    """Figures of one pass over the whole text."""
+    readings = [prompted("text", text)] if mode == "prefill" else cut_into_parts(arms, text)
+    found = read_in_lockstep(arms, readings, lambda count: None).divergences
+    return {name: divergence.figures() for name, divergence in found.items()}
 
 
-def run_lockstep(base: Arm, arms: list[Arm], next_token: Callable[[str, int], int | None]) -> None:
-    """Step all engines until they are done, comparing the rows of each step."""
-    while base.engine.has_unfinished_requests:
-        for arm in (base, *arms):
-            arm.rows.clear()
-            arm.engine.step()
-        keys = [key for key in base.rows if next_token(*key) is not None]
-        if not keys:
-            continue
-        following = torch.tensor([next_token(*key) for key in keys])
-        base_rows = torch.stack([base.rows[key] for key in keys])
-        for arm in arms:
-            rows = torch.stack([arm.rows[key] for key in keys])
-            arm.divergence.add(base_rows, rows, following)
-
-
-def measure_prefill(base: Arm, arms: list[Arm], text: list[int]) -> None:
-    params = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0, detokenize=False)
-    for arm in (base, *arms):
-        arm.engine.add_request("text", text, params)
-    run_lockstep(
-        base, arms, lambda _, position: text[position + 1] if position + 1 < len(text) else None
-    )
-
-
-def measure_decode(base: Arm, arms: list[Arm], text: list[int]) -> None:
-    size = len(text) // NUM_PARTS
+def cut_into_parts(arms: Arms, text: list[int]) -> list[Reading]:
+    """Parts to be forced; what precedes them goes into the prefix caches."""
     once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-    for arm in (base, *arms):
-        # The text as a prompt fills the prefix cache, from which the parts take what precedes them.
-        arm.engine.add_request("fill", text, once)
-        while arm.engine.has_unfinished_requests:
-            arm.engine.step()
-        for part in range(NUM_PARTS):
-            begin = max(part * size, 1)
-            forced = SamplingParams(
-                forced_token_ids=text[begin : (part + 1) * size], max_tokens=None, detokenize=False
-            )
-            arm.engine.add_request(f"part-{part}", text[:begin], forced)
-
-    def next_token(request_id: str, position: int) -> int | None:
-        part = int(request_id.rpartition("-")[2])
-        return text[position + 1] if position + 1 < (part + 1) * size else None
-
-    run_lockstep(base, arms, next_token)
+    for arm in arms:
+        arm.generate([text], [once], lambda index, output: None)
+    size = len(text) // NUM_PARTS
+    begins = [max(part * size, 1) for part in range(NUM_PARTS)]
+    return [
+        forced(f"part-{part}", text[: (part + 1) * size], begin)
+        for part, begin in enumerate(begins)
+    ]
 
 
-def print_table(mode: str, arms: list[Arm], num_tokens: int, seconds: float) -> None:
+def print_table(
+    mode: str, figures: dict[str, DivergenceFigures], num_tokens: int, seconds: float
+) -> None:
     print(f"\n{mode}, {num_tokens} tokens, against the float32 cache ({seconds:.0f} s)")
     print(
         f"{'format':22} {'mean KL':>9} {'± s.e.':>9} {'99% KL':>9} {'same top':>9} "
         f"{'PPL':>8} {'expected KL':>12}"
     )
-    for arm in arms:
-        figures = arm.divergence.figures()
+    for name, of in figures.items():
         print(
-            f"{arm.name:22} {figures['mean_kl']:9.6f} {figures['mean_kl_standard_error']:9.6f} "
-            f"{figures['p99_kl']:9.5f} {figures['same_top']:9.2%} "
-            f"{figures['ppl_ratio'] - 1:+8.2%} {EXPECTED.get(arm.name, float('nan')):12.6f}"
+            f"{name:22} {of.kld.mean:9.6f} {of.kld.standard_error:9.6f} "
+            f"{of.kld.quantiles['99%']:9.5f} {of.same_top_p:9.2%} "
+            f"{of.ppl_ratio - 1:+8.2%} {EXPECTED.get(name, float('nan')):12.6f}"
         )
 
 
@@ -176,10 +141,9 @@ def main() -> None:
         words[options.tokens : options.tokens + CALIBRATION_TOKENS],
         window=options.tokens,
     )
-    results = {}
-    for mode in options.modes:
-        base = Arm("float32", base_llm)
-        arms = [
+    arms = Arms(
+        Arm("float32", base_llm.engine),
+        tuple(
             Arm(
                 name,
                 LLM(
@@ -187,15 +151,17 @@ def main() -> None:
                     kv_cache_dtype=name.split()[0],
                     kv_cache_scales=scales_for(name, seen),
                     **settings,
-                ),
+                ).engine,
             )
             for name in options.arms
-        ]
+        ),
+    )
+    results = {}
+    for mode in options.modes:
         start = time.perf_counter()
-        measure = measure_prefill if mode == "prefill" else measure_decode
-        measure(base, arms, text)
-        print_table(mode, arms, options.tokens, time.perf_counter() - start)
-        results[mode] = {arm.name: arm.divergence.figures() for arm in arms}
+        figures = measure(mode, arms, text)
+        print_table(mode, figures, options.tokens, time.perf_counter() - start)
+        results[mode] = {name: asdict(of) for name, of in figures.items()}
     print(json.dumps({"benchmark": "kv_quality", "tokens": options.tokens, "results": results}))
 
 

@@ -28,6 +28,20 @@ def test_just_long_enough_and_one_token_short(period: int) -> None:
     assert not has_repetition_loop([9999, *loop[1:]])
 
 
+@pytest.mark.parametrize("period", [1, 8, 20, 64])
+def test_a_shorter_loop_where_asked_for(period: int) -> None:
+    num_tokens = max(24, 3 * period)
+    loop = (PROSE[:period] * num_tokens)[-num_tokens:]
+    assert not has_repetition_loop([9999, *loop])
+    assert has_repetition_loop([9999, *loop], least_tokens=24, least_periods=3)
+    assert not has_repetition_loop([9999, *loop[1:]], least_tokens=24, least_periods=3)
+
+
+def test_a_longer_loop_where_asked_for() -> None:
+    assert has_repetition_loop([7] * 300, least_tokens=300)
+    assert not has_repetition_loop([7] * 299, least_tokens=300)
+
+
 @pytest.mark.parametrize(
     ("answer", "why"),
     [

@@ -1,6 +1,6 @@
 """What is counted while serving, and measures of quality."""
 
-from tightkv.metrics.divergence import Divergence, kl_divergence
+from tightkv.metrics.divergence import Divergence, DivergenceFigures, Spread, kl_divergence
 from tightkv.metrics.request_stats import RequestStats
 from tightkv.metrics.snapshot import (
     EngineSnapshot,
@@ -13,12 +13,14 @@ from tightkv.metrics.stats import EngineStats
 
 __all__ = [
     "Divergence",
+    "DivergenceFigures",
     "EngineSnapshot",
     "EngineStats",
     "LayerSnapshot",
     "PoolSnapshot",
     "RequestSnapshot",
     "RequestStats",
+    "Spread",
     "TensorSnapshot",
     "kl_divergence",
 ]
