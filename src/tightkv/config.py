@@ -19,6 +19,7 @@ __all__ = [
     "CacheConfig",
     "DeviceConfig",
     "EngineConfig",
+    "EvaluationConfig",
     "ModelConfig",
     "SchedulerConfig",
     "ServerConfig",
@@ -119,6 +120,12 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = _option(
         (), "names of the model in requests, the first in answers; default: MODEL", item=str
     )
+    generation_config: str = _option(
+        "auto",
+        "sampling parameters that requests leave open: auto takes those of the model's "
+        "generation_config.json, vllm takes OpenAI's",
+        choices=("auto", "vllm"),
+    )
     max_queue_len: int = _option(
         1024,
         "most completions that wait, besides the --max-num-seqs that can run; further requests are "
@@ -140,6 +147,54 @@ class ServerConfig:
     )
     ssl_certfile: str | None = _option(None, "certificate, for HTTPS")
     ssl_keyfile: str | None = _option(None, "key of the certificate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """What is measured of a cache precision, how much of it, and what may be lost."""
+
+    baseline_kv_cache_dtype: str = _option(
+        "auto", "what the others are compared with, spelled as in --kv-cache-dtype"
+    )
+    num_samples: int = _option(2, "windows of text that are forced through each cache")
+    max_seq_len: int | None = _option(
+        None, "tokens of a window; default: 2048, or as many as the model knows"
+    )
+    num_prompts: int = _option(32, "prompts that are answered; 0 leaves answers out")
+    prompt_len: int = _option(128, "tokens of a plain text that are taken as a prompt")
+    max_tokens: int = _option(128, "tokens of an answer at most")
+    temperature: float = _option(
+        0.0, "above 0: answers are also sampled, with the same seeds in each arm"
+    )
+    chat: bool = _option(False, "send plain texts as a user's message to a chat model")
+    layer_groups: int = _option(
+        0, "so many groups of layers are also measured alone, the others as the baseline has them"
+    )
+    tasks: tuple[str, ...] = _option(
+        (),
+        "gsm8k=FILE, humaneval=FILE, multiple_choice=FILE, or lm_eval:NAME for a task of "
+        "lm-evaluation-harness",
+        item=str,
+        metavar="TASK",
+    )
+    task_limit: int | None = _option(None, "items of a task; default: all")
+    allow_code_execution: bool = _option(
+        False, "run programs that the model writes (humaneval), in a limited process"
+    )
+    retrieval_lengths: tuple[int, ...] = _option(
+        (512, 1024, 2048),
+        "tokens of the texts in which a sentence is hidden; 0 leaves retrieval out",
+        item=int,
+        metavar="N",
+    )
+    retrieval_depths: tuple[float, ...] = _option(
+        (0.0, 0.25, 0.5, 0.75, 1.0), "where it is hidden, 0 to 1", item=float, metavar="X"
+    )
+    retrieval_trials: int = _option(1, "sentences per length and depth")
+    max_kld: float = _option(0.02, "unsafe beyond this mean KL divergence, in nats")
+    min_top1: float = _option(0.90, "unsafe below this share of tokens with the same top token")
+    max_accuracy_drop: float = _option(0.02, "unsafe beyond this drop of a task's score")
+    seed: int = _option(0, "of the choice of text, of sampling and of tasks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +264,6 @@ REFUSED_OPTIONS: dict[str, str] = {
     "enable_auto_tool_choice": "tool_choice auto is always served; leave it out.",
     "reasoning_parser": "answers are not split into reasoning and rest; leave it out.",
     "response_role": "answers have the role assistant; leave it out.",
-    "generation_config": "sampling defaults are OpenAI's; leave it out.",
     "root_path": "paths are served as they are: let the proxy strip its prefix.",
     "hf_token": "log in with the `hf` command; leave it out.",
     "uvicorn_log_level": "the log is TightKV's; --quiet shows warnings only.",

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from tightkv.errors import OutputError
 
-__all__ = ["atomic_file", "cache_folder", "check_target"]
+__all__ = ["atomic_file", "cache_folder", "check_folder", "check_target"]
 
 
 @contextmanager
@@ -50,6 +50,23 @@ def check_target(path: Path) -> None:
         raise OutputError(
             f"{path} cannot be written: name a file in a folder that exists and may be written to."
         )
+
+
+def check_folder(path: Path) -> Path:
+    """The folder, made if it is not there.
+
+    Raises:
+        OutputError: if it cannot be made or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"The folder {path} cannot be made ({error.strerror}): choose another."
+        ) from error
+    if not os.access(path, os.W_OK):
+        raise OutputError(f"The folder {path} cannot be written to: choose another.")
+    return path
 
 
 def cache_folder(kind: str) -> Path:

@@ -8,13 +8,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
-from tightkv.config import PARTS, REFUSED_OPTIONS, ServerConfig
+from tightkv.config import PARTS, REFUSED_OPTIONS, EvaluationConfig, ServerConfig
 from tightkv.errors import ConfigError
 
-__all__ = ["SERVER_PART", "add_flags", "given_options", "parse_bytes"]
+__all__ = ["EVALUATION_PART", "SERVER_PART", "add_flags", "given_options", "parse_bytes"]
 
+EVALUATION_PART = "evaluation"
 SERVER_PART = "server"
-_PARTS = {**PARTS, SERVER_PART: ServerConfig}
+_PARTS = {**PARTS, EVALUATION_PART: EvaluationConfig, SERVER_PART: ServerConfig}
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
