@@ -14,6 +14,7 @@
 #include <tuple>
 #include <utility>
 
+#include "decoder_layer.h"
 #include "dispatch.h"
 #include "kernels/kernels.h"
 
@@ -62,13 +63,6 @@ Layout make_layout(int64_t block_bytes, int block_size, int num_kv_heads, const 
   return {block_bytes, block_size, num_kv_heads, k, v};
 }
 
-struct LayerCache {
-  Layout layout;
-  uint8_t* blocks;
-  int64_t num_blocks;
-  const float *k_scale, *v_scale;
-};
-
 LayerCache make_layer_cache(const Layout& layout, Address blocks, int64_t num_blocks,
                             Address k_scale, Address v_scale) {
   return {layout, pointer<uint8_t>(blocks), num_blocks, pointer<const float>(k_scale),
@@ -111,6 +105,13 @@ void check_batch(const CheckedBatch& batch, const LayerCache& cache, int64_t num
           "block_table names a block outside the cache.");
 }
 
+void check_slots(const int64_t* slot_mapping, int64_t num_tokens, const LayerCache& cache) {
+  for (int64_t token = 0; token < num_tokens; ++token)
+    require(slot_mapping[token] >= 0 &&
+                slot_mapping[token] < cache.num_blocks * cache.layout.block_size,
+            "A slot of slot_mapping lies outside the cache.");
+}
+
 std::pair<int64_t, int64_t> reshape_and_cache(const KernelTable& kernels, const LayerCache& cache,
                                               const StridedAddress& key,
                                               const StridedAddress& value, Address slot_mapping,
@@ -124,10 +125,7 @@ std::pair<int64_t, int64_t> reshape_and_cache(const KernelTable& kernels, const 
                        cache.v_scale,
                        pointer<const int64_t>(slot_mapping),
                        pointer<bool>(bad_tokens)};
-  for (int64_t token = 0; token < num_tokens; ++token)
-    require(args.slot_mapping[token] >= 0 &&
-                args.slot_mapping[token] < cache.num_blocks * cache.layout.block_size,
-            "A slot of slot_mapping lies outside the cache.");
+  check_slots(args.slot_mapping, num_tokens, cache);
   nb::gil_scoped_release release;
   const ClipCounts counts = run_write(kernels, args, num_tokens, num_threads);
   return {counts.k, counts.v};
@@ -190,6 +188,80 @@ void silu_and_mul(const KernelTable& kernels, Address x, Address out, int64_t nu
                    num_threads);
 }
 
+// Code, weight, bias, in_features, out_features.
+using LinearAddress = std::tuple<std::string, Address, Address, int, int>;
+// Weight and epsilon.
+using NormAddress = std::pair<Address, float>;
+
+Linear make_linear(const LinearAddress& linear) {
+  const auto& [code, weight, bias, in_features, out_features] = linear;
+  return {code_named(code), pointer<const uint8_t>(weight), pointer<const float>(bias), in_features,
+          out_features};
+}
+
+RmsNorm make_norm(const NormAddress& norm) {
+  return {pointer<const float>(norm.first), norm.second};
+}
+
+DecoderLayer make_decoder_layer(const LinearAddress& qkv, const LinearAddress& o_proj,
+                                const LinearAddress& gate_up, const LinearAddress& down_proj,
+                                const NormAddress& before_attention, const NormAddress& before_mlp,
+                                const NormAddress& of_query, const NormAddress& of_key,
+                                int num_heads, int num_kv_heads, int head_size, float softmax_scale,
+                                int64_t sliding_window) {
+  const DecoderLayer layer{make_linear(qkv),
+                           make_linear(o_proj),
+                           make_linear(gate_up),
+                           make_linear(down_proj),
+                           make_norm(before_attention),
+                           make_norm(before_mlp),
+                           make_norm(of_query),
+                           make_norm(of_key),
+                           num_heads,
+                           num_kv_heads,
+                           head_size,
+                           softmax_scale,
+                           sliding_window};
+  const int hidden = layer.hidden_size(), query_width = num_heads * head_size;
+  require(layer.qkv.out_features == query_width + 2 * num_kv_heads * head_size &&
+              layer.o_proj.in_features == query_width && layer.o_proj.out_features == hidden &&
+              layer.gate_up.in_features == hidden && layer.down_proj.out_features == hidden &&
+              layer.gate_up.out_features == 2 * layer.down_proj.in_features,
+          "The products of the layer do not fit each other.");
+  return layer;
+}
+
+std::pair<int64_t, int64_t> decoder_layer(const KernelTable& kernels, const DecoderLayer& layer,
+                                          const LayerCache& cache, const CheckedBatch& batch,
+                                          Address slot_mapping, Address bad_tokens, Address hidden,
+                                          Address cos, Address sin, int64_t num_tokens,
+                                          Address rows, int64_t num_rows, Address out,
+                                          int num_threads) {
+  const Layout& layout = cache.layout;
+  require(layout.num_kv_heads == layer.num_kv_heads && layout.k.size == layer.head_size &&
+              layout.v.size == layer.head_size,
+          "The cache has other heads than the layer.");
+  const LayerStep step{pointer<const float>(hidden),
+                       pointer<const float>(cos),
+                       pointer<const float>(sin),
+                       num_tokens,
+                       pointer<const int64_t>(rows),
+                       num_rows,
+                       pointer<const int64_t>(slot_mapping),
+                       pointer<bool>(bad_tokens),
+                       batch.batch,
+                       pointer<float>(out)};
+  check_slots(step.slot_mapping, num_tokens, cache);
+  check_batch(batch, cache, num_rows);
+  require(step.rows != nullptr || num_rows == num_tokens || num_rows == 0,
+          "All tokens come out, or rows are named.");
+  for (int64_t row = 0; step.rows != nullptr && row < num_rows; ++row)
+    require(step.rows[row] >= 0 && step.rows[row] < num_tokens, "A row is no token of the step.");
+  nb::gil_scoped_release release;
+  const ClipCounts counts = run_decoder_layer(kernels, layer, cache, step, num_threads);
+  return {counts.k, counts.v};
+}
+
 }  // namespace
 }  // namespace tightkv
 
@@ -212,6 +284,11 @@ NB_MODULE(_native, m) {
   nb::class_<CheckedBatch>(m, "Batch", "Which tokens of which sequences attend.")
       .def(nb::new_(&make_batch), nb::arg("query_start_loc"), nb::arg("seq_lens"),
            nb::arg("block_table"), nb::arg("num_seqs"), nb::arg("max_blocks"));
+  nb::class_<DecoderLayer>(m, "DecoderLayer", "Weights of a decoder layer of the shared kind.")
+      .def(nb::new_(&make_decoder_layer), nb::arg("qkv"), nb::arg("o_proj"), nb::arg("gate_up"),
+           nb::arg("down_proj"), nb::arg("before_attention"), nb::arg("before_mlp"),
+           nb::arg("of_query"), nb::arg("of_key"), nb::arg("num_heads"), nb::arg("num_kv_heads"),
+           nb::arg("head_size"), nb::arg("softmax_scale"), nb::arg("sliding_window"));
   nb::class_<KernelTable>(m, "Kernels", "The kernels of one instruction set.")
       .def("reshape_and_cache", &reshape_and_cache, nb::arg("cache"), nb::arg("key"),
            nb::arg("value"), nb::arg("slot_mapping"), nb::arg("bad_tokens"), nb::arg("num_tokens"),
@@ -231,5 +308,10 @@ NB_MODULE(_native, m) {
            nb::arg("num_heads"), nb::arg("size"), nb::arg("cos"), nb::arg("sin"),
            nb::arg("num_threads"), "RoPE, in place.")
       .def("silu_and_mul", &silu_and_mul, nb::arg("x"), nb::arg("out"), nb::arg("num_tokens"),
-           nb::arg("size"), nb::arg("num_threads"), "silu(first half) * second half, into `out`.");
+           nb::arg("size"), nb::arg("num_threads"), "silu(first half) * second half, into `out`.")
+      .def("decoder_layer", &decoder_layer, nb::arg("layer"), nb::arg("cache"), nb::arg("batch"),
+           nb::arg("slot_mapping"), nb::arg("bad_tokens"), nb::arg("hidden"), nb::arg("cos"),
+           nb::arg("sin"), nb::arg("num_tokens"), nb::arg("rows"), nb::arg("num_rows"),
+           nb::arg("out"), nb::arg("num_threads"),
+           "A decoder layer, into `out`; returns the clipped values of K and V.");
 }

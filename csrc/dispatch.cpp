@@ -6,9 +6,9 @@
 #endif
 
 #include <algorithm>
-#include <memory>
-#include <new>
 #include <stdexcept>
+
+#include "scratch.h"
 
 namespace tightkv {
 namespace {
@@ -51,27 +51,6 @@ std::vector<const KernelTable*> available_kernels() {
   tables.push_back(&kScalarKernels);
   return tables;
 }
-
-// Memory that a thread keeps from call to call: fresh pages would cost more than the work.
-class Scratch {
- public:
-  float* get(int64_t floats) {
-    if (floats > size_) {
-      memory_.reset(static_cast<float*>(
-          ::operator new[](static_cast<size_t>(floats) * sizeof(float), kAlignment)));
-      size_ = floats;
-    }
-    return memory_.get();
-  }
-
- private:
-  static constexpr std::align_val_t kAlignment{64};
-  struct Free {
-    void operator()(float* p) const { ::operator delete[](p, kAlignment); }
-  };
-  std::unique_ptr<float[], Free> memory_;
-  int64_t size_ = 0;
-};
 
 thread_local Scratch workspace;
 thread_local Scratch partial_states;

@@ -112,6 +112,9 @@ struct PanelGrid {
   int num_outputs;
   int pointers_per_output;  // 1: K, 0: V and weights
   int64_t output_bytes;     // from output to output behind the same pointer
+  // Of the groups of steps, each `fetch_every`th fetches, from this one on: where panels are read
+  // several times, each pass fetches its share, and memory is not idle in the others.
+  int fetch_every = 1, first_fetch = 0;
 };
 
 template <class Source>
@@ -134,6 +137,7 @@ void panel_product(PanelGrid grid, int begin, int end, Factors<Source> factors, 
   constexpr int kUnroll = Source::kStepsPerFetch;
   constexpr int kBytes = kUnroll * Source::kBytesPerStep;
   const int steps = kSteps > 0 ? kSteps : factors.steps;
+  int until_fetch = grid.first_fetch;
   for (int j = begin; j < end; j += kWide) {
     typename Source::Accumulator sum[kRows * kWide];
     unrolled<kRows * kWide>([&](auto i) TIGHTKV_INLINE_LAMBDA { sum[i] = Source::zero(); });
@@ -161,9 +165,12 @@ void panel_product(PanelGrid grid, int begin, int end, Factors<Source> factors, 
       };
       int k = 0;
       for (; k + kUnroll <= steps; k += kUnroll) {
-        unrolled<kWide * kBytes / 64>([&](auto i) TIGHTKV_INLINE_LAMBDA {
-          __builtin_prefetch(fetch[i % kWide] + k * Source::kBytesPerStep + i / kWide * 64);
-        });
+        if (until_fetch-- == 0) {
+          until_fetch = grid.fetch_every - 1;
+          unrolled<kWide * kBytes / 64>([&](auto i) TIGHTKV_INLINE_LAMBDA {
+            __builtin_prefetch(fetch[i % kWide] + k * Source::kBytesPerStep + i / kWide * 64);
+          });
+        }
         unrolled<kUnroll>([&](auto step) TIGHTKV_INLINE_LAMBDA { add_step(k + step); });
       }
       if constexpr (kSteps % kUnroll != 0 || kSteps == 0)
@@ -223,10 +230,10 @@ void product(int rows, const PanelGrid& grid, int depth, const float* factors, i
     }
     for (int pass = 0, row = 0; pass < passes; ++pass) {
       const int count = (rows - row + passes - pass - 1) / (passes - pass);
-      product_of_rows<S, Wide, kSteps>(
-          count, {wide_panels, pass == 0 ? fetch : wide_panels, grid.num_panels, 1, 0, 0},
-          {factor + row * stride, stride, steps},
-          {out.first + row * out.stride + j * kTile, out.stride});
+      product_of_rows<S, Wide, kSteps>(count,
+                                       {wide_panels, fetch, grid.num_panels, 1, 0, 0, passes, pass},
+                                       {factor + row * stride, stride, steps},
+                                       {out.first + row * out.stride + j * kTile, out.stride});
       row += count;
     }
   }

@@ -19,6 +19,7 @@ from tightkv.errors import InvalidSamplingParamsError
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", "1"),
+        ("temperature", 1.1e6),
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("top_p", math.nan),
@@ -28,6 +29,8 @@ from tightkv.errors import InvalidSamplingParamsError
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", math.inf),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 1001),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("frequency_penalty", math.nan),
@@ -55,7 +58,9 @@ def test_value_outside_its_range_is_refused_by_name(name: str, value: Any) -> No
     [
         ("n", 3),
         ("temperature", 0),
-        ("temperature", 2.5),
+        ("temperature", 1e6),
+        ("repetition_penalty", 0.001),
+        ("repetition_penalty", 1000),
         ("top_p", 1e-6),
         ("top_k", -1),
         ("min_p", 1),
@@ -114,3 +119,14 @@ def test_ids_outside_the_vocabulary_are_refused(name: str, good: Any, bad: Any) 
     SamplingParams(**{name: good}).check_against_vocabulary(10)
     with pytest.raises(InvalidSamplingParamsError, match=f"{name} holds token id"):
         SamplingParams(**{name: bad}).check_against_vocabulary(10)
+
+
+def test_a_minimum_that_no_token_can_reach_is_refused() -> None:
+    params = SamplingParams(min_tokens=1, stop_token_ids=range(9))
+    params.check_against_vocabulary(10)
+    with pytest.raises(InvalidSamplingParamsError, match="min_tokens=1 rules out every token"):
+        params.check_against_vocabulary(10, eos_token_ids={9})
+    SamplingParams(stop_token_ids=range(10)).check_against_vocabulary(10)
+    SamplingParams(min_tokens=1, stop_token_ids=range(9), ignore_eos=True).check_against_vocabulary(
+        10, eos_token_ids={9}
+    )

@@ -25,7 +25,7 @@ NAMES = [bytes([name]) for name in range(8)]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """BlockPool against lists: uses of each block, free blocks by age, names of contents."""
+    """BlockPool against lists: uses of each block, free blocks in order, names of contents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,10 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.pool.free(blocks)
         counts = self.ref_counts()
-        self.free_blocks += [block for block in reversed(blocks) if counts[block] == 0]
+        for block in reversed(blocks):
+            if counts[block] == 0:
+                has_name = block in self.names.values()
+                self.free_blocks.insert(len(self.free_blocks) if has_name else 0, block)
 
     @precondition(lambda self: self.names)
     @rule(data=st.data())
@@ -267,10 +270,21 @@ TestManager = ManagerMachine.TestCase
 def test_oldest_free_block_is_reused_first() -> None:
     pool = BlockPool(5)
     first, second = pool.allocate(2), pool.allocate(3)
+    for block, name in zip((*first, *second), NAMES, strict=False):
+        pool.remember(block, name)
     pool.free(second)
     pool.free(first)
     # The end of what was freed first, then its beginning, which others are likelier to share.
     assert pool.allocate(5) == [*reversed(second), *reversed(first)]
+
+
+def test_a_free_block_without_a_name_is_reused_before_all_others() -> None:
+    pool = BlockPool(5)
+    first, second = pool.allocate(2), pool.allocate(2)
+    pool.remember(first[0], b"x")
+    pool.free(first)
+    pool.free(second)
+    assert pool.allocate(5) == [*second, first[1], 4, first[0]]
 
 
 def test_a_block_in_use_keeps_its_content() -> None:

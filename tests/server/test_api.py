@@ -20,6 +20,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
+ENDLESS = {"min_tokens": 1, "stop_token_ids": list(range(VOCAB_SIZE))}
 
 
 @pytest.fixture(scope="module")
@@ -293,6 +294,9 @@ def test_request_ids(client: httpx.Client) -> None:
         (CHAT, {"messages": [{"role": "user", "content": "a" * 10_000}]}, 400, "characters"),
         (COMPLETION, {"prompt": "a", "temperature": -1}, 400, "temperature"),
         (COMPLETION, {"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+        (COMPLETION, {"prompt": "a", "temperature": 1e300}, 400, "at most 1e+06"),
+        (COMPLETION, {"prompt": "a", "repetition_penalty": 1e-300}, 400, "at least 0.001"),
+        (COMPLETION, {"prompt": [97], **ENDLESS}, 400, "rules out every token"),
         (COMPLETION, {"prompt": "a", "n": 10**6}, 400, "n:"),
         (COMPLETION, {"prompt": "a", "logprobs": 1000}, 400, "--max-logprobs"),
         (COMPLETION, {"prompt": "a", "logit_bias": {"999999": 1}}, 400, "logit_bias"),

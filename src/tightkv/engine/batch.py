@@ -51,13 +51,14 @@ def build_forward_batch(
         chunk_rows = _logit_rows(chunk, first_row, len(input_ids))
         rows += chunk_rows
         rows_per_chunk.append(len(chunk_rows))
+    logit_rows = torch.tensor(rows, dtype=torch.int64, device=device)
     return ForwardBatch(
         chunks=tuple(chunks),
         input_ids=torch.tensor(input_ids, device=device),
         positions=torch.tensor(positions, device=device),
-        logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        logit_rows=logit_rows,
         rows_per_chunk=tuple(rows_per_chunk),
-        metadata=_metadata(chunks, manager, device),
+        metadata=_metadata(chunks, manager, device, logit_rows, rows_per_chunk),
     )
 
 
@@ -68,23 +69,35 @@ def _logit_rows(chunk: ScheduledChunk, first: int, end: int) -> range:
 
 
 def _metadata(
-    chunks: Seq[ScheduledChunk], manager: KVCacheManager, device: torch.device
+    chunks: Seq[ScheduledChunk],
+    manager: KVCacheManager,
+    device: torch.device,
+    logit_rows: torch.Tensor,
+    rows_per_chunk: Seq[int],
 ) -> AttentionMetadata:
     lengths = [chunk.num_tokens for chunk in chunks]
     ends = [chunk.sequence.num_computed_tokens + chunk.num_tokens for chunk in chunks]
     per_sequence = [manager.block_tables(chunk.sequence.seq_id) for chunk in chunks]
     tables = [list(group) for group in zip(*per_sequence, strict=True)]
     block_tables = [_block_table(group, device) for group in tables]
-    query_start_loc = torch.tensor(
-        [0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device
-    )
     seq_lens = torch.tensor(ends, dtype=torch.int32, device=device)
+
+    def batches(num_queries: Seq[int]) -> tuple[AttentionBatch, ...]:
+        starts = torch.tensor(
+            [0, *itertools.accumulate(num_queries)], dtype=torch.int32, device=device
+        )
+        return tuple(AttentionBatch(starts, seq_lens, table) for table in block_tables)
+
+    # The rows of a chunk are its last tokens.
+    is_all = len(logit_rows) == sum(lengths)
     return AttentionMetadata(
-        batches=tuple(AttentionBatch(query_start_loc, seq_lens, table) for table in block_tables),
+        batches=batches(lengths),
         slot_mappings=tuple(
-            _slot_mapping(table, chunks, manager.block_size) for table in block_tables
+            _slot_mapping(group, chunks, manager.block_size, device) for group in tables
         ),
         bad_tokens=torch.zeros(sum(lengths), dtype=torch.bool, device=device),
+        rows=None if is_all else logit_rows,
+        row_batches=() if is_all else batches(rows_per_chunk),
     )
 
 
@@ -95,11 +108,14 @@ def _block_table(tables: Seq[Seq[int]], device: torch.device) -> torch.Tensor:
 
 
 def _slot_mapping(
-    block_table: torch.Tensor, chunks: Seq[ScheduledChunk], block_size: int
+    tables: Seq[Seq[int]], chunks: Seq[ScheduledChunk], block_size: int, device: torch.device
 ) -> torch.Tensor:
-    slots = []
-    for table, chunk in zip(block_table, chunks, strict=True):
+    # A step of decodes has few slots: tensors for each of its chunks would take longer.
+    slots: list[int] = []
+    for table, chunk in zip(tables, chunks, strict=True):
         begin = chunk.sequence.num_computed_tokens
-        position = torch.arange(begin, begin + chunk.num_tokens, device=block_table.device)
-        slots.append(table[position // block_size].long() * block_size + position % block_size)
-    return torch.cat(slots)
+        slots += (
+            table[position // block_size] * block_size + position % block_size
+            for position in range(begin, begin + chunk.num_tokens)
+        )
+    return torch.tensor(slots, dtype=torch.int64, device=device)

@@ -173,7 +173,7 @@ class LLMEngine:
         else:
             token_ids = _as_ints(prompt)
         self._check_prompt(token_ids, params)
-        params.check_against_vocabulary(self.model.vocab_size)
+        params.check_against_vocabulary(self.model.vocab_size, self.model.eos_token_ids)
         request = self._make_request(request_id, prompt_text, token_ids, params, cache_salt)
         self._requests[request_id] = request
         for sequence in request.sequences:
@@ -235,7 +235,9 @@ class LLMEngine:
         for sequence in (chunk.sequence for chunk in chunks):
             request = self._requests[sequence.request_id]
             touched[request.request_id] = request
-            if sequence.finish_reason != "error":
+            # What nobody can ask for is not remembered: its blocks are reused at once.
+            is_shared = self.config.cache.enable_prefix_caching or len(request.sequences) > 1
+            if is_shared and sequence.finish_reason != "error":
                 self.manager.remember_blocks(
                     sequence.seq_id,
                     sequence.hasher,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from tightkv.engine.batch import ForwardBatch
+from tightkv.kernels import LayerStep
 from tightkv.kvcache import AttentionMetadata, KVCacheStorage
-from tightkv.models import AttentionCall, LoadedModel, attend_with
+from tightkv.models import AttentionCall, LoadedModel, StepHandler, attend_with, runs_in_one_call
 
 __all__ = ["ModelRunner"]
 
@@ -23,12 +24,20 @@ class PagedAttention:
         return self._storage.attend(call.layer_idx, call.query, self._metadata, call.params)
 
 
+class PagedSteps(PagedAttention, StepHandler):
+    """The same, with layers that run in one call; only rows of logits come out of the last."""
+
+    def step_of(self, layer_idx: int, *, is_last: bool) -> LayerStep:
+        return self._storage.step_of(layer_idx, self._metadata, rows_only=is_last)
+
+
 class ModelRunner:
     """A model bound to a cache. Several runners may share one model."""
 
     def __init__(self, model: LoadedModel, storage: KVCacheStorage) -> None:
         self.model = model
         self.storage = storage
+        self._has_steps = runs_in_one_call(model.model, storage.backend)
 
     @torch.inference_mode()
     def execute(self, batch: ForwardBatch) -> torch.Tensor:
@@ -38,10 +47,13 @@ class ModelRunner:
             float32 logits `[num_rows, vocab_size]` of the batch's `logit_rows`. Tokens with a NaN
             or Inf in K or V are marked in the batch's `metadata.bad_tokens`.
         """
+        rows: int | torch.Tensor = 0  # all that come out of the last layer
+        handler = (PagedSteps if self._has_steps else PagedAttention)(self.storage, batch.metadata)
         num_rows = len(batch.logit_rows)
-        # A model cannot make no logits at all: a step without rows makes one that nobody reads.
-        rows = batch.logit_rows if num_rows else batch.logit_rows.new_zeros(1)
-        with attend_with(PagedAttention(self.storage, batch.metadata)):
+        if not self._has_steps:
+            # Transformers cannot make no logits at all: one more, which nobody reads.
+            rows = batch.logit_rows if num_rows else batch.logit_rows.new_zeros(1)
+        with attend_with(handler):
             output = self.model.model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],

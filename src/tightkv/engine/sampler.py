@@ -195,11 +195,11 @@ class Sampler:
                 f"Sampling needs logits [{len(states)}, vocab_size] for {len(states)} states, "
                 f"got {list(logits.shape)}; pass the last position of each sequence."
             )
-        peaks = logits.amax(dim=-1).tolist()
-        return [
-            _sample_row(*row)
-            for row in zip(logits, peaks, states, _batch_choices(logits, states), strict=True)
-        ]
+        best = _best(logits)
+        # NaN counts as the maximum here, too.
+        peaks = logits.gather(1, best[:, None])[:, 0].tolist()
+        choices = _batch_choices(best, states)
+        return [_sample_row(*row) for row in zip(logits, peaks, states, choices, strict=True)]
 
 
 @torch.inference_mode()
@@ -284,12 +284,19 @@ def _ending_token_ids(params: SamplingParams, eos_token_ids: Collection[int]) ->
     return sorted({*(eos_token_ids if params.ends_at_eos else ()), *params.stop_tokens})
 
 
-def _batch_choices(logits: Tensor, states: Sequence[SamplingState]) -> Sequence[int | None]:
-    if all(state.takes_best for state in states):
-        # One call over the batch has half the cost of one per row.
-        best: list[int | None] = logits.argmax(dim=-1).tolist()
-        return best
-    return [state.next_forced_token_id for state in states]
+def _best(logits: Tensor) -> Tensor:
+    """Id of each row's highest logit, of equal ones the lowest; of NaN, if there is one."""
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    # numpy's takes a tenth of the time of torch's.
+    return torch.from_numpy(logits.numpy().argmax(axis=-1))
+
+
+def _batch_choices(best: Tensor, states: Sequence[SamplingState]) -> Sequence[int | None]:
+    return [
+        int(token_id) if state.takes_best else state.next_forced_token_id
+        for token_id, state in zip(best.tolist(), states, strict=True)
+    ]
 
 
 def _sample_row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 
@@ -15,6 +15,10 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are greedy."""
 
 _MAX_LOGIT_BIAS = 100.0
+
+# Beyond these, logits in float32 become infinite, or all the same.
+_MAX_TEMPERATURE = 1e6
+_LEAST_REPETITION_PENALTY, _MAX_REPETITION_PENALTY = 1e-3, 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +67,12 @@ class SamplingParams:
 
     Attributes:
         n: completions per prompt.
-        temperature: divides the logits; below 1e-5 the most probable token is taken.
+        temperature: divides the logits, up to 1e6; below 1e-5 the most probable token is taken.
         top_p: keep the most probable tokens whose probabilities reach this sum.
         top_k: keep this many most probable tokens and those tied with the last; 0 or -1 keeps all.
         min_p: keep tokens at least this probable, relative to the most probable one.
         repetition_penalty: for each token of prompt or output, divides a positive logit and
-            multiplies a negative one (CTRL, arXiv:1909.05858).
+            multiplies a negative one (CTRL, arXiv:1909.05858); from 0.001 to 1000.
         presence_penalty: taken once from the logit of each token of the output.
         frequency_penalty: taken from a token's logit once for each time the output holds it.
         seed: makes the request reproducible; None leaves the choice to the engine.
@@ -164,11 +168,14 @@ class SamplingParams:
             or self.frequency_penalty != 0
         )
 
-    def check_against_vocabulary(self, vocab_size: int) -> None:
-        """Refuse token ids that the model does not have.
+    def check_against_vocabulary(
+        self, vocab_size: int, eos_token_ids: Collection[int] = ()
+    ) -> None:
+        """Refuse token ids that the model does not have, and a minimum that no token can reach.
 
         Args:
             vocab_size: number of logits per row; ids go from 0 to `vocab_size - 1`.
+            eos_token_ids: the model's end-of-sequence tokens.
 
         Raises:
             InvalidSamplingParamsError: names the field and the first such id.
@@ -176,6 +183,12 @@ class SamplingParams:
         _check_ids("logit_bias", self.logit_bias or (), vocab_size)
         _check_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
         _check_ids("forced_token_ids", self.forced_token_ids or (), vocab_size)
+        ends = {*self.stop_tokens, *(eos_token_ids if self.ends_at_eos else ())}
+        if self.min_tokens > 0 and len(ends) >= vocab_size and not self.forced_token_ids:
+            _refuse(
+                f"min_tokens={self.min_tokens} rules out every token of this model, since each of "
+                "them ends the answer; lower min_tokens or shorten stop_token_ids."
+            )
 
     def _check_counts(self) -> None:
         _check_count("n", self.n, least=1)
@@ -195,10 +208,15 @@ class SamplingParams:
                 )
 
     def _check_numbers(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, math.inf)
+        _check_number("temperature", self.temperature, 0.0, _MAX_TEMPERATURE)
         _check_number("top_p", self.top_p, 0.0, 1.0, open_below=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_below=True)
+        _check_number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            _LEAST_REPETITION_PENALTY,
+            _MAX_REPETITION_PENALTY,
+        )
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
 
@@ -267,8 +285,9 @@ def _check_number(
     if is_number and least <= value <= most and not (open_below and value == least):
         return
     lower = "above" if open_below else "of at least"
-    upper = "" if math.isinf(most) else f" and at most {most:g}"
-    _refuse(f"{name} must be a finite number {lower} {least:g}{upper}, got {value!r}.")
+    _refuse(
+        f"{name} must be a finite number {lower} {least:g} and at most {most:g}, got {value!r}."
+    )
 
 
 def _check_type(name: str, value: object, allowed: type | UnionType, words: str) -> None:

@@ -1,8 +1,9 @@
 """The two kernels: write K and V into the paged cache, and attend over it."""
 
-from tightkv.kernels.arguments import AttentionBatch, AttentionParams, LayerCache
-from tightkv.kernels.cpu import WEIGHT_DTYPES, CpuBackend, WeightPanels
+from tightkv.kernels.arguments import AttentionBatch, AttentionParams, LayerCache, LayerStep
+from tightkv.kernels.cpu import CpuBackend
 from tightkv.kernels.ops import Backend, paged_attention, reshape_and_cache, select_backend
+from tightkv.kernels.weights import WEIGHT_DTYPES, DecoderLayerWeights, Product, WeightPanels
 
 __all__ = [
     "WEIGHT_DTYPES",
@@ -10,7 +11,10 @@ __all__ = [
     "AttentionParams",
     "Backend",
     "CpuBackend",
+    "DecoderLayerWeights",
     "LayerCache",
+    "LayerStep",
+    "Product",
     "WeightPanels",
     "paged_attention",
     "reshape_and_cache",

@@ -10,7 +10,14 @@ import torch
 from tightkv.errors import KernelError
 from tightkv.formats.layout import BlockLayout
 
-__all__ = ["AttentionBatch", "AttentionParams", "LayerCache", "check_shape", "check_tensor"]
+__all__ = [
+    "AttentionBatch",
+    "AttentionParams",
+    "LayerCache",
+    "LayerStep",
+    "check_shape",
+    "check_tensor",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +60,7 @@ class AttentionBatch:
         query_start_loc: int32 `[num_seqs + 1]`, exclusive prefix sum of the query lengths.
         seq_lens: int32 `[num_seqs]`, tokens in the cache, this step's included.
         block_table: int32 `[num_seqs, max_blocks]`.
+        max_query_len: the longest query, where the host knows it; it saves a GPU a launch.
         bound: what backends make of it at the first use and keep.
 
     Raises:
@@ -62,6 +70,7 @@ class AttentionBatch:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    max_query_len: int | None = None
     bound: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -100,6 +109,27 @@ class AttentionParams:
             )
         if self.softcap is not None and self.softcap <= 0:
             raise KernelError(f"softcap is {self.softcap}: give more than 0, or None for none.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStep:
+    """What a step gives a decoder layer that runs in one call.
+
+    Attributes:
+        cache: the layer's blocks.
+        batch: lengths and block tables, of the tokens that come out.
+        slot_mapping: int64 `[num_tokens]`.
+        clip_counts: int64 `[2]`; the clipped values of K and of V are added.
+        bad_tokens: bool `[num_tokens]`; set where K or V has a NaN or Inf.
+        rows: int64 `[num_rows]`, the tokens that come out; None: all.
+    """
+
+    cache: LayerCache
+    batch: AttentionBatch
+    slot_mapping: torch.Tensor
+    clip_counts: torch.Tensor
+    bad_tokens: torch.Tensor
+    rows: torch.Tensor | None = None
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

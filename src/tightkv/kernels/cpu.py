@@ -12,26 +12,23 @@ import torch
 from tightkv.errors import KernelError
 from tightkv.formats.base import TensorFormat
 from tightkv.formats.layout import BlockLayout
-from tightkv.formats.registry import dtype_name
 from tightkv.kernels import _native
 from tightkv.kernels.arguments import (
     AttentionBatch,
     AttentionParams,
     LayerCache,
+    LayerStep,
     check_shape,
     check_tensor,
 )
+from tightkv.kernels.weights import DecoderLayerWeights, WeightPanels
 
-__all__ = ["ISA_VARIABLE", "WEIGHT_DTYPES", "CpuBackend", "WeightPanels", "available_isas"]
+__all__ = ["ISA_VARIABLE", "CpuBackend", "available_isas"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LANES = 16
 _BOUND = "cpu"  # under which name arguments keep their native form
-
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the weights of a packed linear layer may be."""
 
 ISA_VARIABLE = "TIGHTKV_CPU_ISA"
 """Environment variable that names the instruction set to use instead of the best one."""
@@ -40,25 +37,6 @@ ISA_VARIABLE = "TIGHTKV_CPU_ISA"
 def available_isas() -> tuple[str, ...]:
     """Instruction sets that this build and this processor have, the best first."""
     return tuple(_native.available_isas())
-
-
-class WeightPanels:
-    """The weight of a linear layer in the order in which it is multiplied.
-
-    Attributes:
-        panels: `[out_features / 16, rounded up, in_features, 16]`. A float32 weight whose values
-            all have an exact bfloat16 or float16 (a checkpoint of that type) is kept as such: half
-            the bytes, and the same products.
-        code: its type's name.
-    """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.out_features, self.in_features = weight.shape
-        narrow = _without_loss(weight.detach())
-        padded = torch.nn.functional.pad(narrow, (0, 0, 0, -self.out_features % _LANES))
-        panels = padded.view(-1, _LANES, self.in_features).transpose(1, 2)
-        self.panels = panels.contiguous()
-        self.code = dtype_name(narrow.dtype)
 
 
 class CpuBackend:
@@ -243,6 +221,59 @@ class CpuBackend:
         )
         return out
 
+    def decoder_layer(
+        self,
+        weights: DecoderLayerWeights,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        step: LayerStep,
+    ) -> torch.Tensor:
+        """A decoder layer in one call; the same bits as by the methods above, one after another.
+
+        K and V of all tokens are written, and what follows is computed for the tokens that come
+        out. If these are all, they come out in place of `hidden`.
+
+        Args:
+            weights: of the layer.
+            hidden: float32 `[num_tokens, hidden_size]`; not to be used afterwards.
+            cos: float32 `[num_tokens, head_size]`.
+            sin: float32 `[num_tokens, head_size]`.
+            step: where K and V go, and what comes out.
+
+        Returns:
+            float32 `[num_rows, hidden_size]`.
+        """
+        num_tokens, rows = len(hidden), step.rows
+        check_tensor("hidden", hidden, torch.float32, (num_tokens, weights.hidden_size))
+        check_tensor("cos", cos, torch.float32, (num_tokens, weights.head_size))
+        check_tensor("sin", sin, torch.float32, (num_tokens, weights.head_size))
+        check_tensor("slot_mapping", step.slot_mapping, torch.int64, (num_tokens,))
+        check_tensor("bad_tokens", step.bad_tokens, torch.bool, (num_tokens,))
+        out = hidden
+        if rows is not None:
+            check_tensor("rows", rows, torch.int64, (len(rows),))
+            out = torch.empty(len(rows), weights.hidden_size)
+        clipped = _checked(
+            self._kernels.decoder_layer,
+            weights.native,
+            _native_cache(step.cache),
+            _native_batch(step.batch),
+            step.slot_mapping.data_ptr(),
+            step.bad_tokens.data_ptr(),
+            hidden.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            num_tokens,
+            _address(rows),
+            len(out),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        if any(clipped):
+            step.clip_counts.add_(torch.tensor(clipped))
+        return out
+
 
 def _checked(kernel: Callable[P, T], *arguments: P.args, **unused: P.kwargs) -> T:
     """Call into C++, whose checks raise ValueError."""
@@ -254,18 +285,6 @@ def _checked(kernel: Callable[P, T], *arguments: P.args, **unused: P.kwargs) -> 
 
 def _float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float32 else tensor.float()
-
-
-def _without_loss(weight: torch.Tensor) -> torch.Tensor:
-    """The weight in the narrowest type that holds it exactly."""
-    if weight.dtype not in WEIGHT_DTYPES:
-        raise KernelError(f"A weight of {weight.dtype} cannot be packed: give a float type.")
-    if weight.dtype == torch.float32:
-        for dtype in (torch.bfloat16, torch.float16):
-            narrow = weight.to(dtype)
-            if torch.equal(narrow.float(), weight):
-                return narrow
-    return weight
 
 
 def _address(tensor: torch.Tensor | None) -> int:

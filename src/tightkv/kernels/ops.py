@@ -75,7 +75,20 @@ def select_backend(device: torch.device) -> Backend:
     """
     if device.type == "cpu":
         return CpuBackend.choose()
-    raise KernelError(f"There are no kernels for the device {device}: use cpu.")
+    if device.type == "cuda":
+        return _triton_backend(device)
+    raise KernelError(f"There are no kernels for the device {device}: use cpu or cuda.")
+
+
+def _triton_backend(device: torch.device) -> Backend:
+    try:
+        from tightkv.kernels.triton import TritonBackend
+    except ImportError as error:
+        raise KernelError(
+            f"The kernels for the device {device} need Triton, which cannot be imported ({error}): "
+            "pip install 'tightkv[triton]'."
+        ) from error
+    return TritonBackend(device, "the kernels for GPUs")
 
 
 def reshape_and_cache(

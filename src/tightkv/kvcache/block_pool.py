@@ -12,8 +12,9 @@ class BlockPool:
     """Block ids of one layer group, with reference counts and a memory of what they hold.
 
     A block is free when no sequence uses it. Free blocks keep their content: one whose content
-    has a hash can be taken back by `touch` until `allocate` gives it to somebody else, the block
-    that was freed longest ago first.
+    has a hash can be taken back by `touch` until `allocate` gives it to somebody else. First go
+    those whose content has none, the last one freed first: its memory is in the processor's caches
+    and in the process already. Then the block that was freed longest ago.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -52,13 +53,15 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give up one use of each block. The last one given is the first to be reused."""
+        """Give up one use of each block. Of those with content the last one is reused first."""
         for block in reversed(blocks):
             if self._ref_counts[block] == 0:
                 raise ValueError(f"block {block} is freed, but nobody uses it")
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 self._free[block] = None
+                if block not in self._hash_of_block:
+                    self._free.move_to_end(block, last=False)
 
     def find(self, block_hash: bytes) -> int | None:
         """The block that holds this content, in use or free."""

@@ -14,6 +14,7 @@ from tightkv.kernels import (
     AttentionParams,
     Backend,
     LayerCache,
+    LayerStep,
     paged_attention,
     reshape_and_cache,
 )
@@ -120,6 +121,26 @@ class KVCacheStorage:
         source = self._source(layer_idx)
         batch = metadata.batches[self._group_of[source]]
         return paged_attention(self.backend, query, self._layers[source], batch, params)
+
+    def step_of(self, layer_idx: int, metadata: AttentionMetadata, *, rows_only: bool) -> LayerStep:
+        """What the step gives a layer with K and V of its own; all of its tokens are written.
+
+        Args:
+            layer_idx: the layer.
+            metadata: of the step.
+            rows_only: whether only the tokens of `metadata.rows` come out.
+        """
+        group = self._group_of[layer_idx]
+        self._num_written[layer_idx] += len(metadata.bad_tokens)
+        selects = rows_only and metadata.rows is not None
+        return LayerStep(
+            cache=self._layers[layer_idx],
+            batch=(metadata.row_batches if selects else metadata.batches)[group],
+            slot_mapping=metadata.slot_mappings[group],
+            clip_counts=self._clip_counts[layer_idx],
+            bad_tokens=metadata.bad_tokens,
+            rows=metadata.rows if selects else None,
+        )
 
     def fingerprint(self) -> bytes:
         """Digest of formats and static scales: blocks of another fingerprint are not reused."""

@@ -1,12 +1,12 @@
 """Models of transformers, loaded, packed, and their attention handed to the cache."""
 
 from tightkv.models.activation import peak_activation_bytes
-from tightkv.models.attention import AttentionCall, attend_with, use_paged_attention
+from tightkv.models.attention import AttentionCall, StepHandler, attend_with, use_paged_attention
 from tightkv.models.chat_template import check_template_arguments, render_chat
 from tightkv.models.checkpoint import ModelIdentity
 from tightkv.models.checkpoint_scales import CheckpointScales
 from tightkv.models.compatibility import one_line
-from tightkv.models.decoder_layer import fuse_decoder_layers
+from tightkv.models.decoder_layer import fuse_decoder_layers, runs_in_one_call
 from tightkv.models.geometry import (
     LayerGeometry,
     ModelGeometry,
@@ -24,6 +24,7 @@ __all__ = [
     "LoadedModel",
     "ModelGeometry",
     "ModelIdentity",
+    "StepHandler",
     "attend_with",
     "check_template_arguments",
     "fuse_decoder_layers",
@@ -34,5 +35,6 @@ __all__ = [
     "prepare_model",
     "probe_geometry",
     "render_chat",
+    "runs_in_one_call",
     "use_paged_attention",
 ]

@@ -7,6 +7,7 @@ since some models do not pass keyword arguments on to their attention.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,9 +17,16 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from tightkv.errors import UnsupportedModelError
-from tightkv.kernels import AttentionParams
+from tightkv.kernels import AttentionParams, LayerStep
 
-__all__ = ["AttentionCall", "attend", "attend_with", "use_paged_attention"]
+__all__ = [
+    "AttentionCall",
+    "StepHandler",
+    "attend",
+    "attend_with",
+    "current_handler",
+    "use_paged_attention",
+]
 
 # transformers looks for "flash", "sdpa", "flex_attention" and "/" in the name. No mask function is
 # registered under it, so that models make no mask: causality, windows and packing are ours.
@@ -65,6 +73,24 @@ class AttentionCall:
 AttentionHandler = Callable[[AttentionCall], torch.Tensor]
 """Returns `[num_tokens, num_heads, value_size]`."""
 
+
+class StepHandler(abc.ABC):
+    """A handler that also says where K and V go, so that a whole layer can run in one call."""
+
+    @abc.abstractmethod
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        """As `AttentionHandler`."""
+
+    @abc.abstractmethod
+    def step_of(self, layer_idx: int, *, is_last: bool) -> LayerStep:
+        """What this step gives a layer.
+
+        Args:
+            layer_idx: the layer.
+            is_last: whether no layer comes after it, so that only some tokens need come out.
+        """
+
+
 _handler: ContextVar[AttentionHandler] = ContextVar("tightkv_attention")
 
 
@@ -81,6 +107,11 @@ def attend_with(handler: AttentionHandler) -> Iterator[None]:
 def attend(call: AttentionCall) -> torch.Tensor:
     """Attention by the handler of `attend_with`; `[num_tokens, num_heads, value_size]`."""
     return _handler.get()(call)
+
+
+def current_handler() -> AttentionHandler:
+    """The handler of `attend_with`."""
+    return _handler.get()
 
 
 def use_paged_attention(model: PreTrainedModel) -> None:

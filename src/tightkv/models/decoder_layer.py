@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tightkv.kernels import AttentionParams, CpuBackend
-from tightkv.models.attention import AttentionCall, attend
+from tightkv.kernels import AttentionParams, Backend, CpuBackend, DecoderLayerWeights
+from tightkv.models.attention import AttentionCall, StepHandler, attend, current_handler
 from tightkv.models.linear import JoinedPart, JoinedProduct, PackedLinear, cpu_backend
 
-__all__ = ["FusedDecoderLayer", "fuse_decoder_layers"]
+__all__ = ["FUSED_LAYERS", "FusedDecoderLayer", "fuse_decoder_layers", "runs_in_one_call"]
 
 # Layers of transformers that are this one, and where their attention has its window.
 _WINDOWS: dict[str, Callable[[Any], int | None]] = {
@@ -28,9 +28,16 @@ _WINDOWS: dict[str, Callable[[Any], int | None]] = {
     "Qwen3DecoderLayer": lambda attention: attention.sliding_window,
 }
 
+FUSED_LAYERS = frozenset(_WINDOWS)
+"""Class names of the layers that are replaced."""
+
 
 class FusedDecoderLayer(nn.Module):
-    """Takes the place of a decoder layer of transformers whose linear layers are packed."""
+    """Takes the place of a decoder layer of transformers whose linear layers are packed.
+
+    Attributes:
+        is_last: whether no layer comes after it; then a `StepHandler` may ask for some tokens only.
+    """
 
     def __init__(self, layer: Any, backend: CpuBackend) -> None:
         super().__init__()
@@ -54,6 +61,21 @@ class FusedDecoderLayer(nn.Module):
         self._o_proj: PackedLinear = attention.o_proj
         self._down_proj: PackedLinear = layer.mlp.down_proj
         self._head_norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+        self.is_last = False
+        self._weights = DecoderLayerWeights(
+            qkv=(self._qkv.packed, self._qkv.bias),
+            o_proj=(self._o_proj.packed, self._o_proj.bias),
+            gate_up=(self._gate_up.packed, self._gate_up.bias),
+            down_proj=(self._down_proj.packed, self._down_proj.bias),
+            before_attention=_norm_of(self.input_layernorm),
+            before_mlp=_norm_of(self.post_attention_layernorm),
+            of_query=_norm_of(self._head_norms[0]),
+            of_key=_norm_of(self._head_norms[1]),
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+            head_size=self._head_size,
+            params=self._params,
+        )
 
     def forward(
         self,
@@ -61,10 +83,17 @@ class FusedDecoderLayer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         **unused: object,
     ) -> Tensor:
-        """`[1, num_tokens, hidden_size]` to the same, as transformers calls its layers."""
+        """`[1, num_tokens, hidden_size]` to the same, as transformers calls its layers.
+
+        In one call where the handler of attention lets it, to the same bits.
+        """
         hidden = hidden_states[0]
-        qkv = self._qkv(self._norm_rows(self.input_layernorm, hidden))
         cos, sin = (of_batch[0] for of_batch in position_embeddings)
+        handler = current_handler()
+        if isinstance(handler, StepHandler):
+            step = handler.step_of(self._layer_idx, is_last=self.is_last)
+            return self._backend.decoder_layer(self._weights, hidden, cos, sin, step)[None]
+        qkv = self._qkv(self._norm_rows(self.input_layernorm, hidden))
         hidden = self._o_proj.add_to(hidden, self._attend(qkv, cos, sin))
         gate_up = self._gate_up(self._norm_rows(self.post_attention_layernorm, hidden))
         return self._down_proj.add_to(hidden, self._backend.silu_and_mul(gate_up))[None]
@@ -100,6 +129,23 @@ def fuse_decoder_layers(model: PreTrainedModel) -> None:
         for name, child in list(parent.named_children()):
             if _is_shared_kind(child):
                 setattr(parent, name, FusedDecoderLayer(child, backend))
+        fused = [layer for layer in parent.children() if isinstance(layer, FusedDecoderLayer)]
+        if fused and len(fused) == len(list(parent.children())):
+            fused[-1].is_last = True
+
+
+def runs_in_one_call(model: PreTrainedModel, backend: Backend) -> bool:
+    """Whether each decoder layer of a model can be given a `StepHandler` over this backend."""
+    layers = [module for module in model.modules() if isinstance(module, FusedDecoderLayer)]
+    return (
+        [layer for layer in layers if layer.is_last] == layers[-1:] != []
+        and isinstance(backend, CpuBackend)
+        and backend.isa == cpu_backend().isa
+    )
+
+
+def _norm_of(norm: Any) -> tuple[Tensor, float] | None:
+    return None if norm is None else (norm.weight, norm.variance_epsilon)
 
 
 def _is_shared_kind(layer: Any) -> bool:
