@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from tightkv.models.attention import attend_with
 from tightkv.models.geometry import stand_in
 from tightkv.models.loader import LoadedModel
 
-__all__ = ["peak_activation_bytes"]
+__all__ = ["activation_bytes_per_token", "peak_activation_bytes"]
 
 _SAMPLE_TOKENS = 32
 
@@ -37,7 +38,8 @@ class _Meter(TorchDispatchMode):
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        # Not the data's address, which is 0 on the meta device.
+        address, num_bytes = storage._cdata, storage.nbytes()
         if self._tensors_of[address] == 0:
             self._live_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
@@ -51,15 +53,21 @@ class _Meter(TorchDispatchMode):
 
 
 def peak_activation_bytes(model: LoadedModel, num_tokens: int, num_rows: int) -> int:
-    """Bytes that a step of `num_tokens` tokens and `num_rows` rows of logits needs at its peak.
-
-    Measured on 32 tokens and scaled: every intermediate result is proportional to the tokens.
-    """
-    meter = _Meter()
-    ids = torch.zeros(1, _SAMPLE_TOKENS, dtype=torch.int64, device=model.model.device)
-    positions = torch.arange(_SAMPLE_TOKENS, device=ids.device)[None]
-    with torch.inference_mode(), attend_with(stand_in), meter:
-        model.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+    """Bytes that a step of `num_tokens` tokens and `num_rows` rows of logits needs at its peak."""
     # The logits once as the model makes them and once in float32.
     logits = num_rows * model.vocab_size * (model.dtype.itemsize + 4)
-    return meter.peak_bytes * num_tokens // _SAMPLE_TOKENS + logits
+    return int(activation_bytes_per_token(model.model) * num_tokens) + logits
+
+
+def activation_bytes_per_token(model: PreTrainedModel) -> float:
+    """Bytes of a step's largest intermediate results, for each of its tokens.
+
+    Measured on 32 tokens: every intermediate result is proportional to the tokens. The model may
+    lie on the meta device, where nothing is computed.
+    """
+    meter = _Meter()
+    ids = torch.zeros(1, _SAMPLE_TOKENS, dtype=torch.int64, device=model.device)
+    positions = torch.arange(_SAMPLE_TOKENS, device=ids.device)[None]
+    with torch.inference_mode(), attend_with(stand_in), meter:
+        model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+    return meter.peak_bytes / _SAMPLE_TOKENS

@@ -23,6 +23,7 @@ from tightkv.errors import CheckpointError, UnsupportedModelError
 from tightkv.models.checkpoint_scales import only_the_cache_is_quantized
 
 __all__ = [
+    "check_architecture",
     "check_checkpoint_folder",
     "check_model",
     "check_model_class",
@@ -61,6 +62,20 @@ def check_model(config: PreTrainedConfig) -> None:
     _check_layer_types(config)
     _check_rope(config)
     _check_quantization(config)
+    _check_causal_class(config)
+
+
+def check_architecture(config: PreTrainedConfig) -> None:
+    """Refuse a model whose layers keep something else than K and V of each token.
+
+    What only touches numbers is not looked at (rotary scaling, quantized weights): other engines
+    serve it, and the cache's bytes are the same.
+
+    Raises:
+        UnsupportedModelError: with the reason, in one sentence.
+    """
+    _check_kind(config)
+    _check_layer_types(config)
     _check_causal_class(config)
 
 

@@ -40,7 +40,7 @@ from tightkv.models.gguf import convert_gguf
 from tightkv.models.linear import pack_linear_layers, weight_bytes
 from tightkv.planning import check_max_model_len
 
-__all__ = ["Checkpoint", "LoadedModel", "load_model"]
+__all__ = ["Checkpoint", "LoadedModel", "load_model", "load_tokenizer"]
 
 _logger = logging.getLogger("tightkv")
 
@@ -132,6 +132,11 @@ def load_model(
         identity=checkpoint.identity,
         kv_scales=checkpoint.kv_scales,
     )
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer alone; errors as in `load_model`."""
+    return _load_tokenizer(config, _locate(config))
 
 
 def _locate(config: ModelConfig) -> str:

@@ -14,6 +14,7 @@ __all__ = [
     "PoolRequest",
     "available_memory",
     "check_max_model_len",
+    "installed_memory",
     "plan_memory",
 ]
 
@@ -135,8 +136,16 @@ def available_memory() -> int | None:
 
     None where the system does not tell.
     """
-    available = _memory_available()
-    return None if available is None else min([available, *_cgroup_rest()])
+    available = _of_meminfo("MemAvailable")
+    if available is None:
+        return None
+    return min([available, *(max(0, limit - usage) for limit, usage in _cgroup_limits())])
+
+
+def installed_memory() -> int | None:
+    """Bytes that this machine, or this process's cgroup, has in all; None: not told."""
+    installed = _of_meminfo("MemTotal")
+    return None if installed is None else min([installed, *(pair[0] for pair in _cgroup_limits())])
 
 
 def _budget(cache: CacheConfig, request: PoolRequest) -> tuple[int, str]:
@@ -161,16 +170,16 @@ def _size(num_bytes: int) -> str:
     )
 
 
-def _memory_available() -> int | None:
+def _of_meminfo(name: str) -> int | None:
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
-    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    kibibytes = [int(line.split()[1]) for line in lines if line.startswith(f"{name}:")]
     return kibibytes[0] * 1024 if kibibytes else None
 
 
-def _cgroup_rest() -> list[int]:
-    """What the cgroups of this process (version 2 or 1) leave, from its own up to the root."""
-    rests = []
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """Limit and usage of this process's cgroups (version 2 or 1), from its own up to the root."""
+    limits = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -182,16 +191,16 @@ def _cgroup_rest() -> list[int]:
             continue
         folder = root / path.lstrip("/")
         while folder == root or root in folder.parents:
-            rests += _rest(folder, *names)
+            limits += _limit(folder, *names)
             folder = folder.parent
-    return rests
+    return limits
 
 
-def _rest(folder: Path, limit_name: str, usage_name: str) -> list[int]:
+def _limit(folder: Path, limit_name: str, usage_name: str) -> list[tuple[int, int]]:
     limit_file, usage_file = folder / limit_name, folder / usage_name
     if not limit_file.is_file() or not usage_file.is_file():
         return []
     limit = limit_file.read_text().strip()
     if limit == "max":
         return []
-    return [max(0, int(limit) - int(usage_file.read_text()))]
+    return [(int(limit), int(usage_file.read_text()))]
