@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from outliers import inject_outliers
 from tightkv.config import ModelConfig
 from tightkv.models import LoadedModel, load_model
 from tightkv.models.gguf import convert_gguf
+from tightkv.models.linear import pack_linear_layers
 
 
 def smollm2_folder() -> Path:
@@ -30,3 +35,17 @@ def smollm2_folder() -> Path:
 def smollm2() -> LoadedModel:
     """The same, loaded."""
     return load_model(ModelConfig(model=str(smollm2_folder())), torch.device("cpu"))
+
+
+@lru_cache(maxsize=1)
+def smollm2_with_outliers(layers: tuple[int, ...], factor: float) -> LoadedModel:
+    """The same with two channels of K made `factor` times as loud in these layers."""
+    untyped: Any = AutoModelForCausalLM
+    model = untyped.from_pretrained(smollm2_folder(), dtype=torch.float32).requires_grad_(False)
+    inject_outliers(model, layers, factor)
+    pack_linear_layers(model)
+    clean = smollm2()
+    # Another identity, or a probe of the clean model would be taken for one of this.
+    return replace(
+        clean, model=model, identity=replace(clean.identity, weights=f"{factor:.0f}".ljust(64, "0"))
+    )

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from outliers import inject_outliers
-from real_model import smollm2, smollm2_folder
+from real_model import smollm2, smollm2_with_outliers
 from tightkv import LLM, LayerScales, SamplingParams
 from tightkv.calibration import calibrate
 from tightkv.formats import KVCachePolicy
 from tightkv.metrics import kl_divergence
 from tightkv.models import LoadedModel
-from tightkv.models.linear import pack_linear_layers
 
 pytestmark = pytest.mark.slow
 
@@ -26,19 +22,6 @@ LAYERS = (0, 29)
 SMALL: dict[str, Any] = {"num_samples": 4, "max_seq_len": 256, "max_model_len": 1024}
 TEXT = "\n\n".join(topics.values())
 CALIBRATION_TEXT, MEASURED_TEXT = TEXT[100_000:140_000], TEXT[:2_500]
-
-
-@lru_cache(maxsize=1)
-def with_outliers(factor: float) -> LoadedModel:
-    untyped: Any = AutoModelForCausalLM
-    model = untyped.from_pretrained(smollm2_folder(), dtype=torch.float32).requires_grad_(False)
-    inject_outliers(model, LAYERS, factor)
-    pack_linear_layers(model)
-    clean = smollm2()
-    # Another identity, or a probe of the clean model would be taken for one of this.
-    return replace(
-        clean, model=model, identity=replace(clean.identity, weights=f"{factor:.0f}".ljust(64, "0"))
-    )
 
 
 def logits(model: LoadedModel, **options: Any) -> torch.Tensor:
@@ -69,7 +52,7 @@ def clean_divergences() -> tuple[float, float]:
 
 @pytest.mark.parametrize("factor", [30.0, 150.0, 1500.0])
 def test_outliers_in_the_first_and_the_last_layer(factor: float) -> None:
-    model = with_outliers(factor)
+    model = smollm2_with_outliers(LAYERS, factor)
     result = calibrate(model, [CALIBRATION_TEXT], **SMALL)
     (remark,) = result.remarks
     assert remark.startswith("K of layers 0, 29 has outliers")

@@ -83,10 +83,10 @@ def test_wrong_input_is_one_sentence_and_no_file(
         (["--data", text, "--max-seq-len", "100000"], "512 positions"),
     ):
         status, _out, err = run(capsys, folder, *arguments, "-o", str(output))
-        assert status == 1
+        assert status == 2
         assert words in err
         assert len(err.strip().splitlines()) == 1
         assert not output.exists()
     status, _, err = run(capsys, folder, "--data", text, "-o", str(tmp_path / "no" / "x.json"))
-    assert status == 1
+    assert status == 2
     assert "cannot be written" in err

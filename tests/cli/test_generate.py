@@ -105,7 +105,7 @@ def test_bad_input_is_one_sentence(
     filled = [argument.replace("{folder}", folder) for argument in arguments]
     filled = [argument.replace("{tmp}", str(tmp_path)) for argument in filled]
     status, out, err = run(capsys, *filled, *POOL)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert words in err
@@ -118,7 +118,7 @@ def test_a_broken_checkpoint_is_one_sentence(
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     status, _, err = run(capsys, str(broken), "--prompt", "x")
-    assert status == 1
+    assert status == 2
     assert err.count("\n") == 1
     assert "broken" in err
 

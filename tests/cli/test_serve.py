@@ -85,7 +85,7 @@ def test_wrong_files(
 ) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(text)
-    assert main(["serve", "m", "--config", str(file)]) == 1
+    assert main(["serve", "m", "--config", str(file)]) == 2
     assert words in capsys.readouterr().err
     assert not served
 
@@ -104,7 +104,7 @@ def test_wrong_files(
 def test_wrong_flags(
     served: Served, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
-    assert main(["serve", *arguments]) == 1
+    assert main(["serve", *arguments]) == 2
     error = capsys.readouterr().err
     assert words in error
     assert len(error.splitlines()) == 1
@@ -128,7 +128,7 @@ def test_wrong_flags(
 def test_refused_before_anything_loads(
     capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
-    assert main(["serve", "./absent-model", *arguments]) == 1
+    assert main(["serve", "./absent-model", *arguments]) == 2
     error = capsys.readouterr().err
     assert words in error
     assert len(error.splitlines()) == 1

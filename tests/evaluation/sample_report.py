@@ -162,11 +162,15 @@ def fidelity_figures(
     return FidelityFigures(
         num_tokens=num_tokens,
         ppl=11.883 * math.exp(ln_ratio),
+        ppl_standard_error=0.4,
         ppl_base=11.883,
+        ppl_base_standard_error=0.4,
         ln_ratio=ln_ratio,
         ln_ratio_standard_error=spread / math.sqrt(num_tokens),
         ppl_ratio=math.exp(ln_ratio),
         ppl_ratio_standard_error=spread / math.sqrt(num_tokens),
+        ppl_difference=11.883 * (math.exp(ln_ratio) - 1),
+        ppl_difference_standard_error=12 * spread / math.sqrt(num_tokens),
         ln_correlation=1 - kld,
         kld=distribution(kld, error, (60, 22, 8.2, 3.5, 2.2, 0.4, 0.02, 0.004, 0.0001), 160),
         delta_p=Distribution(
@@ -177,6 +181,7 @@ def fidelity_figures(
             quantiles={"99%": 1.9 * spread, "median": 0.0, "1%": -2.1 * spread},
         ),
         rms_delta_p=0.4 * spread,
+        rms_delta_p_standard_error=0.1 * spread,
         same_top_p=1 - flips,
         same_top_p_standard_error=math.sqrt(flips * (1 - flips) / num_tokens),
     )

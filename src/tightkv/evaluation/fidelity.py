@@ -23,7 +23,7 @@ from tightkv.evaluation.arms import Arm, Arms
 from tightkv.evaluation.journal import Journal
 from tightkv.evaluation.lockstep import LockstepResult, forced, prompted, read_in_lockstep
 from tightkv.evaluation.report import BucketFigures, FidelityFigures, FidelityPass, PassName
-from tightkv.metrics import Divergence, DivergenceFigures
+from tightkv.metrics import Divergence
 
 __all__ = ["decode_parts", "measure_fidelity", "measure_layer_groups", "measure_noise_floor"]
 
@@ -262,12 +262,4 @@ def _edges(buckets: Sequence[int], num_tokens: int) -> list[tuple[int, int]]:
 
 
 def _figures(divergence: Divergence) -> FidelityFigures:
-    return _as_reported(divergence.figures())
-
-
-def _as_reported(figures: DivergenceFigures) -> FidelityFigures:
-    """The figures that the report has a place for."""
-    known = asdict(figures)
-    return FidelityFigures.model_validate(
-        {name: known[name] for name in FidelityFigures.model_fields}
-    )
+    return FidelityFigures.model_validate(asdict(divergence.figures()))

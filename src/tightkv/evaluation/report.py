@@ -59,8 +59,9 @@ class FidelityFigures(_Entry):
 
     Attributes:
         ppl, ppl_base: perplexity of the arm and of the baseline.
-        ln_ratio: mean of ln(PPL / PPL(base)), and the standard error of it.
-        ppl_ratio: exp of that, and the standard error of it.
+        ln_ratio: mean of ln(PPL / PPL(base)).
+        ppl_ratio: exp of that.
+        ppl_difference: PPL - PPL(base).
         ln_correlation: of the two arms' log-probabilities of the tokens.
         kld: KL(base || arm) in nats, over the whole vocabulary.
         delta_p: difference of the probabilities of the token that follows, from -1 to 1.
@@ -70,15 +71,20 @@ class FidelityFigures(_Entry):
 
     num_tokens: int
     ppl: float
+    ppl_standard_error: float
     ppl_base: float
+    ppl_base_standard_error: float
     ln_ratio: float
     ln_ratio_standard_error: float
     ppl_ratio: float
     ppl_ratio_standard_error: float
+    ppl_difference: float
+    ppl_difference_standard_error: float
     ln_correlation: float
     kld: Distribution
     delta_p: Distribution
     rms_delta_p: float
+    rms_delta_p_standard_error: float
     same_top_p: float
     same_top_p_standard_error: float
 

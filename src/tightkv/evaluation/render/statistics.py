@@ -21,16 +21,17 @@ def statistics_blocks(figures: FidelityFigures) -> list[Block]:
     ]
 
 
-def _perplexity(figures: FidelityFigures) -> list[tuple[str, str]]:
-    ln_ratio = f"{figures.ln_ratio:10.6f} ± {figures.ln_ratio_standard_error:10.6f}"
-    ratio = f"{figures.ppl_ratio:10.6f} ± {figures.ppl_ratio_standard_error:10.6f}"
+def _perplexity(of: FidelityFigures) -> list[tuple[str, str]]:
     rows = [
-        ("Mean PPL(Q)", f"{figures.ppl:10.6f}"),
-        ("Mean PPL(base)", f"{figures.ppl_base:10.6f}"),
-        ("Cor(ln(PPL(Q)), ln(PPL(base)))", f"{100 * figures.ln_correlation:6.2f}%"),
-        ("Mean ln(PPL(Q)/PPL(base))", ln_ratio),
-        ("Mean PPL(Q)/PPL(base)", ratio),
-        ("Mean PPL(Q)-PPL(base)", f"{figures.ppl - figures.ppl_base:10.6f}"),
+        ("Mean PPL(Q)", _with_error(of.ppl, of.ppl_standard_error)),
+        ("Mean PPL(base)", _with_error(of.ppl_base, of.ppl_base_standard_error)),
+        ("Cor(ln(PPL(Q)), ln(PPL(base)))", f"{100 * of.ln_correlation:6.2f}%"),
+        ("Mean ln(PPL(Q)/PPL(base))", _with_error(of.ln_ratio, of.ln_ratio_standard_error)),
+        ("Mean PPL(Q)/PPL(base)", _with_error(of.ppl_ratio, of.ppl_ratio_standard_error)),
+        (
+            "Mean PPL(Q)-PPL(base)",
+            _with_error(of.ppl_difference, of.ppl_difference_standard_error),
+        ),
     ]
     return [(f"{name:<30}", value) for name, value in rows]
 
@@ -43,10 +44,11 @@ def _divergence(figures: FidelityFigures) -> list[tuple[str, str]]:
 
 def _token_probability(figures: FidelityFigures) -> list[tuple[str, str]]:
     mean, error = 100 * figures.delta_p.mean, 100 * figures.delta_p.standard_error
+    rms, rms_error = 100 * figures.rms_delta_p, 100 * figures.rms_delta_p_standard_error
     top, top_error = 100 * figures.same_top_p, 100 * figures.same_top_p_standard_error
     return [
         *_distribution("Δp", figures.delta_p, f"{mean:6.3f} ± {error:5.3f} %", _percent),
-        ("RMS Δp    ", _percent(figures.rms_delta_p)),
+        ("RMS Δp    ", f"{rms:6.3f} ± {rms_error:5.3f} %"),
         ("Same top p", f"{top:6.3f} ± {top_error:5.3f} %"),
     ]
 
@@ -61,6 +63,10 @@ def _distribution(
         *((f"{_quantile_name(key):<7} {name}", written(value)) for key, value in quantiles),
         (f"Minimum {name}", written(of.minimum)),
     ]
+
+
+def _with_error(value: float, error: float) -> str:
+    return f"{value:10.6f} ± {error:10.6f}"
 
 
 def _percentage(name: str) -> float:
