@@ -13,15 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import asdict
 from pydoc_data.topics import topics
 from typing import Any
 
 from benchmarks.default_model import default_model
-from benchmarks.quality.kv_quality import Arm, measure_prefill
+from benchmarks.quality.kv_quality import measure as measure_divergence
 
 from tightkv import LLM, get_kv_cache_scales
 from tightkv.calibration import read_documents
 from tightkv.engine.policy import scales_of
+from tightkv.evaluation.arms import Arm, Arms
 from tightkv.models import LoadedModel
 
 WINDOW = 512
@@ -64,14 +66,14 @@ def calibrated_arm(
     )
     scales = scales_of(content.policy(name))
     llm = LLM(model, kv_cache_dtype=name.split()[0], kv_cache_scales=scales, **settings)
-    return Arm(f"{name}, {size}", llm)
+    return Arm(f"{name}, {size}", llm.engine)
 
 
-def measure(base_llm: LLM, arms: list[Arm], text: list[int]) -> dict[str, dict[str, float]]:
+def measure(base: LLM, others: list[Arm], text: list[int]) -> dict[str, dict[str, Any]]:
     start = time.perf_counter()
-    measure_prefill(Arm("float32", base_llm), arms, text)
-    figures = {arm.name: arm.divergence.figures() for arm in arms}
-    dynamic = figures["int8_per_token_head"]["mean_kl"]
+    arms = Arms(Arm("float32", base.engine), tuple(others))
+    figures = measure_divergence("prefill", arms, text)
+    dynamic = figures["int8_per_token_head"].kld.mean
     print(f"\n{len(text)} tokens ({time.perf_counter() - start:.0f} s)")
     print(
         f"{'scales, calibration tokens':32} {'mean KL':>9} {'± s.e.':>9} {'same top':>9} "
@@ -79,10 +81,10 @@ def measure(base_llm: LLM, arms: list[Arm], text: list[int]) -> dict[str, dict[s
     )
     for name, of in figures.items():
         print(
-            f"{name:32} {of['mean_kl']:9.6f} {of['mean_kl_standard_error']:9.6f} "
-            f"{of['same_top']:9.2%} {of['mean_kl'] / dynamic:7.2f}"
+            f"{name:32} {of.kld.mean:9.6f} {of.kld.standard_error:9.6f} "
+            f"{of.same_top_p:9.2%} {of.kld.mean / dynamic:7.2f}"
         )
-    return figures
+    return {name: asdict(of) for name, of in figures.items()}
 
 
 def main() -> None:
@@ -96,7 +98,7 @@ def main() -> None:
     base = LLM(options.model or default_model(), kv_cache_dtype="float32", **settings)
     text = base.engine.tokenize("\n\n".join(topics.values()), add_special_tokens=False)
     arms = [
-        Arm(name, LLM(base.model, kv_cache_dtype=dtype, **settings))
+        Arm(name, LLM(base.model, kv_cache_dtype=dtype, **settings).engine)
         for name, dtype in UNCALIBRATED.items()
     ]
     arms += [

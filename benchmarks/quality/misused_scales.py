@@ -18,11 +18,11 @@ from typing import Any
 
 from benchmarks.default_model import default_model
 from benchmarks.quality.calibration import CALIBRATED, UNCALIBRATED, WINDOW, measure
-from benchmarks.quality.kv_quality import Arm
 
 from tightkv import LLM, get_kv_cache_scales
 from tightkv.calibration import read_documents
 from tightkv.engine.policy import scales_of
+from tightkv.evaluation.arms import Arm
 from tightkv.formats import KVCacheScales, LayerScales, TensorScale
 
 NUM_SAMPLES = 2
@@ -69,7 +69,7 @@ def main() -> None:
     }
     base = LLM(options.model or default_model(), kv_cache_dtype="float32", **settings)
     arms = [
-        Arm(name, LLM(base.model, kv_cache_dtype=dtype, **settings))
+        Arm(name, LLM(base.model, kv_cache_dtype=dtype, **settings).engine)
         for name, dtype in UNCALIBRATED.items()
     ]
     for name in ("int8 tensor", "int8 two-factor"):
@@ -85,7 +85,9 @@ def main() -> None:
         arms += [
             Arm(
                 f"{name}, {misuse}",
-                LLM(base.model, kv_cache_dtype="int8", kv_cache_scales=change(right), **settings),
+                LLM(
+                    base.model, kv_cache_dtype="int8", kv_cache_scales=change(right), **settings
+                ).engine,
             )
             for misuse, change in MISUSES.items()
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,13 @@ def never() -> int:
 def test_a_result_is_measured_once(tmp_path: Path) -> None:
     path = tmp_path / "progress.jsonl"
     journal = Journal(path, "run")
-    assert journal.once("a", lambda: (1, 0.1)) == [1, 0.1]  # as JSON has it
-    assert journal.once("a", never) == [1, 0.1]
-    assert Journal(path, "run").once("a", never) == [1, 0.1]
+    as_json: list[Any] = [1, 0.1]
+    measured: list[Any] = [
+        journal.once("a", lambda: (1, 0.1)),
+        journal.once("a", never),
+        Journal(path, "run").once("a", never),
+    ]
+    assert measured == [as_json] * 3
 
 
 def test_without_a_file() -> None:

@@ -117,7 +117,7 @@ def _prompt(document: Document, model: LoadedModel, prompt_len: int) -> Prompt:
     whole = tokenize_document(document, model)
     if isinstance(document, str):
         ids = tuple(whole[:prompt_len])
-        text = str(model.tokenizer.decode(ids, skip_special_tokens=True))
+        text = str(model.tokenizer.decode(list(ids), skip_special_tokens=True))
         return Prompt(text, ids, tuple(whole[prompt_len:]))
     is_answered = document[-1].get("role") == "assistant"
     asked = document[:-1] if is_answered else document
