@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tightkv.formats import BlockLayout, Granularity, TensorFormat
+from tightkv.formats import BlockLayout, CodeType, Granularity, TensorFormat
 from tightkv.formats.base import CODE_TYPES
 from tightkv.kernels import AttentionBatch, Backend, LayerCache, reshape_and_cache
 from tightkv.kernels.cpu import CpuBackend, available_isas
@@ -58,10 +58,12 @@ def write(
     value: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> tuple[list[int], list[bool]]:
-    """Store K and V; returns the clip counts and the bad tokens."""
-    clip_counts = torch.zeros(2, dtype=torch.int64)
-    bad_tokens = torch.zeros(len(slot_mapping), dtype=torch.bool)
-    reshape_and_cache(backend, cache, key, value, slot_mapping, clip_counts, bad_tokens)
+    """Store K and V, given on the CPU; returns the clip counts and the bad tokens."""
+    device = cache.blocks.device
+    clip_counts = torch.zeros(2, dtype=torch.int64, device=device)
+    bad_tokens = torch.zeros(len(slot_mapping), dtype=torch.bool, device=device)
+    key, value, slots = key.to(device), value.to(device), slot_mapping.to(device)
+    reshape_and_cache(backend, cache, key, value, slots, clip_counts, bad_tokens)
     return clip_counts.tolist(), bad_tokens.tolist()
 
 
@@ -77,6 +79,44 @@ class Scene:
     def tolerance(self) -> float:
         layout = self.cache.layout
         return max(layout.k_format.tolerance, layout.v_format.tolerance)
+
+
+def extreme_values(code_name: str) -> torch.Tensor:
+    """What rounding, saturating and flushing could get wrong."""
+    code = CODE_TYPES[code_name]
+    clip_at = min(code.clip_at, 3.4028234663852886e38)
+    special = [0.0, 1e-45, 1e-40, 2.0**-126, 2.0**-24, 2.0**-25, 3 * 2.0**-25, 2.0**-14, 2.0**-15]
+    special += [2.0**-9, 2.0**-10, 3 * 2.0**-10, 2.0**-16, 2.0**-17, 3 * 2.0**-17]
+    special += [0.5, 1.5, 2.5, 126.5, 127.0, 127.5, 1.0625, 1.1875, 1.125, 1.375]
+    special += [code.max_value, clip_at, 65504.0, 65520.0, 1e10, 1e30, 3.4028234663852886e38]
+    x = torch.tensor(special)
+    x = torch.cat([x, torch.nextafter(x, torch.tensor(0.0)), torch.nextafter(x, torch.tensor(1e9))])
+    return torch.cat([x, -x])
+
+
+def values_and_midpoints(code: CodeType) -> torch.Tensor:
+    """All finite values of a narrow float type, all midpoints, and the midpoints' neighbours."""
+    bits = 8 * code.num_bytes
+    integers = torch.arange(2 ** (bits - 1), dtype=torch.int32)
+    codes = integers.to(torch.uint8 if bits == 8 else torch.int16).view(code.dtype)
+    values = codes.float()
+    values = values[values.isfinite()]
+    middle = (values[:-1].double() + values[1:].double()).mul(0.5).float()
+    above = torch.nextafter(middle, torch.tensor(float("inf")))
+    below = torch.nextafter(middle, torch.tensor(0.0))
+    x = torch.cat([values, middle, above, below])
+    return torch.cat([x, -x])
+
+
+def finite_codes(code: CodeType) -> torch.Tensor:
+    """Every bit pattern of a finite code (of 32-bit ones some), as the code type."""
+    bits = 8 * code.num_bytes
+    if bits == 32:
+        patterns = torch.randint(-(2**31), 2**31, (65536,)).int()
+    else:
+        patterns = torch.arange(2**bits).to(torch.uint8 if bits == 8 else torch.int16)
+    codes = patterns.view(code.dtype)
+    return codes[codes.float().isfinite()]
 
 
 def make_batch(

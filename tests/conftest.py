@@ -10,6 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
+# Triton asks once, at its import, whether its interpreter shall run the kernels; some tests import
+# what imports it. With a GPU the tests of its kernels run there.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:

@@ -30,9 +30,10 @@ import torch
 
 from cache_cases import ISAS, write
 from tightkv.formats import BlockLayout, TensorScale, resolve_format
-from tightkv.kernels import LayerCache
+from tightkv.kernels import Backend, LayerCache
 from tightkv.kernels.cpu import CpuBackend
 from tightkv.kernels.ops import ReferenceBackend
+from triton_cases import moved_cache, triton_backend
 
 FOLDER = Path(__file__).parents[1] / "golden"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -161,7 +162,7 @@ def test_file_follows_from_the_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("isa", ["reference", *ISAS])
+@pytest.mark.parametrize("isa", ["reference", *ISAS, "triton"])
 def test_backend_writes_these_bytes(name: str, isa: str) -> None:
     """Into the middle one of three blocks of zeros; nothing else is written."""
     golden = load(name)
@@ -185,7 +186,11 @@ def test_backend_writes_these_bytes(name: str, isa: str) -> None:
         layout,
         *(None if scale is None else scale.values for scale in scales.values()),
     )
-    backend = ReferenceBackend() if isa == "reference" else CpuBackend(isa)
+    backend: Backend
+    if isa == "triton":
+        backend, cache = triton_backend(), moved_cache(cache)
+    else:
+        backend = ReferenceBackend() if isa == "reference" else CpuBackend(isa)
     slots = torch.tensor(golden["slots"]) + 16
     clipped, bad = write(
         backend, cache, torch.tensor(golden["k"]), torch.tensor(golden["v"]), slots

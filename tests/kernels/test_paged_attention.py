@@ -11,7 +11,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cache_cases import ISAS, Scene, make_batch, make_scene, new_cache, tensor_format
+from cache_cases import (
+    ISAS,
+    Scene,
+    finite_codes,
+    make_batch,
+    make_scene,
+    new_cache,
+    tensor_format,
+)
 from tightkv.formats import BlockLayout, CodeType
 from tightkv.formats.base import CODE_TYPES
 from tightkv.kernels import AttentionBatch, AttentionParams, LayerCache, paged_attention
@@ -149,17 +157,6 @@ def test_narrow_and_strided_queries(dtype: torch.dtype) -> None:
         packed = attend(isa, scene, params, query.contiguous().float())
         assert torch.equal(attend(isa, scene, params, query), packed)
     assert_near_reference(replace(scene, query=query))
-
-
-def finite_codes(code: CodeType) -> torch.Tensor:
-    """Every bit pattern of a finite code (of 32-bit ones some), as the code type."""
-    bits = 8 * code.num_bytes
-    if bits == 32:
-        patterns = torch.randint(-(2**31), 2**31, (65536,)).int()
-    else:
-        patterns = torch.arange(2**bits).to(torch.uint8 if bits == 8 else torch.int16)
-    codes = patterns.view(code.dtype)
-    return codes[codes.float().isfinite()]
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -7,7 +7,14 @@ import itertools
 import pytest
 import torch
 
-from cache_cases import ISAS, new_cache, tensor_format, write
+from cache_cases import (
+    ISAS,
+    extreme_values,
+    new_cache,
+    tensor_format,
+    values_and_midpoints,
+    write,
+)
 from tightkv.formats import BlockLayout, quantize
 from tightkv.formats.base import CODE_TYPES
 from tightkv.kernels import LayerCache
@@ -45,19 +52,6 @@ def assert_same_as_reference(
     return result
 
 
-def extreme_values(code_name: str) -> torch.Tensor:
-    """What rounding, saturating and flushing could get wrong."""
-    code = CODE_TYPES[code_name]
-    clip_at = min(code.clip_at, 3.4028234663852886e38)
-    special = [0.0, 1e-45, 1e-40, 2.0**-126, 2.0**-24, 2.0**-25, 3 * 2.0**-25, 2.0**-14, 2.0**-15]
-    special += [2.0**-9, 2.0**-10, 3 * 2.0**-10, 2.0**-16, 2.0**-17, 3 * 2.0**-17]
-    special += [0.5, 1.5, 2.5, 126.5, 127.0, 127.5, 1.0625, 1.1875, 1.125, 1.375]
-    special += [code.max_value, clip_at, 65504.0, 65520.0, 1e10, 1e30, 3.4028234663852886e38]
-    x = torch.tensor(special)
-    x = torch.cat([x, torch.nextafter(x, torch.tensor(0.0)), torch.nextafter(x, torch.tensor(1e9))])
-    return torch.cat([x, -x])
-
-
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_normal_values(isa: str, name: str) -> None:
@@ -93,16 +87,7 @@ def test_extreme_values(isa: str, name: str) -> None:
 def test_every_code_and_midpoint(isa: str, code: str) -> None:
     """All values of the type, all midpoints and their neighbours, against torch's own cast."""
     code_type = CODE_TYPES[code]
-    bits = 8 * code_type.num_bytes
-    integers = torch.arange(2 ** (bits - 1), dtype=torch.int32)
-    codes = integers.to(torch.uint8 if bits == 8 else torch.int16).view(code_type.dtype)
-    values = codes.float()
-    values = values[values.isfinite()]
-    middle = (values[:-1].double() + values[1:].double()).mul(0.5).float()
-    above = torch.nextafter(middle, torch.tensor(INF))
-    below = torch.nextafter(middle, torch.tensor(0.0))
-    x = torch.cat([values, middle, above, below])
-    x = torch.cat([x, -x])
+    x = values_and_midpoints(code_type)
     x = torch.nn.functional.pad(x, (0, -len(x) % 512)).reshape(-1, 1, 512)
     layout = BlockLayout(tensor_format(code), tensor_format(code), 1, 512, 512, 16)
     slots = torch.arange(len(x))
