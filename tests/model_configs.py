@@ -26,7 +26,9 @@ class PublicModel:
         return {**self.config, "text_config": self.text} if self.text else self.config
 
 
-def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+def _llama(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
+) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,

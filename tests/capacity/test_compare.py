@@ -25,7 +25,7 @@ def test_this_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     options: dict[str, Any] = {"k_cache_dtype": "int8", "v_cache_dtype": "fp8"}
     with live_server(folder, kv_cache_memory_bytes=1 << 20, **options) as server:
         facts = read_server(server.url)
-        assert facts.kv_cache_dtype == "int8:fp8"
+        assert facts.kv_cache_dtype == "int8/fp8"
         # The server has 4 sequences at most, and so a pool that is cut.
         size = int(facts.memory["kv_cache"])
         planned = plan(folder, kv_cache_memory_bytes=size, max_num_seqs=4, **facts.options)

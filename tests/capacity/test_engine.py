@@ -11,6 +11,7 @@ from real_model import smollm2, smollm2_folder
 from tightkv import LLM, plan
 from tightkv.calibration import calibrate
 from tightkv.config import ModelConfig
+from tightkv.engine.arm_spec import parse_arm
 from tightkv.engine.llm_engine import LLMEngine
 from tightkv.formats import KV_CACHE_DTYPES, write_scales_file
 from tightkv.planning import CapacityPlan
@@ -18,7 +19,7 @@ from tiny_engine import loaded
 from tiny_models import SPECIFIC, save_tiny_model
 
 POOL = 3_000_000
-MIXES = ("int8:fp8_e5m2", "float16:int8_per_token_head", "bfloat16:fp8")
+MIXES = ("int8/fp8_e5m2", "float16/int8_per_token_head", "bfloat16/fp8")
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +33,12 @@ def saved(folders: Path, model_type: str) -> Path:
 
 
 def engine_of(model: Any, entry: str, **options: Any) -> LLMEngine:
-    k, _, v = entry.partition(":")
-    formats = {"k_cache_dtype": k, "v_cache_dtype": v} if v else {"kv_cache_dtype": entry}
-    if entry.endswith(".json"):
-        formats = {"quantization_config_path": entry}
+    spec = parse_arm(entry)
+    formats = {
+        "k_cache_dtype": spec.k_cache_dtype,
+        "v_cache_dtype": spec.v_cache_dtype,
+        "quantization_config_path": spec.path,
+    }
     return LLM(model, **{"kv_cache_memory_bytes": POOL, **formats, **options}).engine
 
 
@@ -94,8 +97,8 @@ def test_a_scales_file(folders: Path, tmp_path: Path) -> None:
     config = ModelConfig(model=str(folder))
     options: dict[str, Any] = {"num_samples": 4, "max_seq_len": 64, "static": True}
     write_scales_file(path, calibrate(config, text, **options).file)
-    planned = plan(str(folder), kv_cache_dtypes=(str(path),), kv_cache_memory_bytes=POOL)
-    check(planned, 0, engine_of(loaded(folder), str(path)))
+    planned = plan(str(folder), kv_cache_dtypes=(f"auto@{path}",), kv_cache_memory_bytes=POOL)
+    check(planned, 0, engine_of(loaded(folder), f"auto@{path}"))
     assert planned.formats[0].effective_bits == 8
     # The same as what --static supposes before anything is calibrated.
     supposed = plan(str(folder), kv_cache_dtypes=("int8",), kv_cache_memory_bytes=POOL, static=True)

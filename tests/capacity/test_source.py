@@ -157,7 +157,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         ({"concurrency": 0}, "at least 1"),
         ({"kv_cache_dtypes": ()}, "at least one"),
         ({"kv_cache_dtypes": ("int3",)}, "choose one of auto"),
-        ({"kv_cache_dtypes": ("int8:int3",)}, "choose one of auto"),
+        ({"kv_cache_dtypes": ("int8/int3",)}, "give one of auto"),
         ({"block_size": 8}, "multiple of 16"),
         ({"gpu_memory_utilization": 1.5}, "at most 1"),
         ({"dtype": "int8"}, "Unknown dtype"),
@@ -166,7 +166,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             planned(folder, **options)
     with pytest.raises(ScaleError, match="cannot be read"):
-        planned(folder, kv_cache_dtypes=("/no/scales.json",))
+        planned(folder, kv_cache_dtypes=("auto@/no/scales.json",))
 
 
 def test_tightkv_refuses_here_what_it_would_not_serve(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_latents_take_one_format_alone(tmp_path: Path) -> None:
     content = CONFIGS["DeepSeek-V3"].as_json() | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="one latent"):
-        planned(str(tmp_path), kv_cache_dtypes=("int8:fp8",))
+        planned(str(tmp_path), kv_cache_dtypes=("int8/fp8",))
     with pytest.raises(ConfigError, match="latents"):
         planned(str(tmp_path), kv_cache_dtype_skip_layers=("0",))
 

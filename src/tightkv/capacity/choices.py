@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
 from tightkv.capacity.source import ModelSource
 from tightkv.config import CacheConfig, EngineConfig
+from tightkv.engine.arm_spec import parse_arm
 from tightkv.engine.policy import PolicySources, dtypes_of, resolve_policy, skipped_layers
 from tightkv.engine.resolve import check_config, resolve_specs
 from tightkv.errors import CheckpointError, ConfigError
@@ -37,7 +37,7 @@ def format_choices(
     """What each entry makes each layer store.
 
     Args:
-        entries: a KV cache dtype, two as `K:V`, or the path of a scales file.
+        entries: cache precisions as `parse_arm` reads them; several in one with commas.
         source: the model.
         geometry: its layers.
         dtype: what "auto" stands for.
@@ -52,8 +52,8 @@ def format_choices(
     if not entries:
         raise ConfigError("No KV cache format was given: name at least one, as int8.")
     choices = []
-    for entry in entries:
-        settings = _settings(entry, cache)
+    for entry in (entry for some in entries for entry in some.split(",")):
+        settings = parse_arm(entry, cache.kv_cache_dtype_skip_layers).cache_config(cache)
         check_config(EngineConfig(cache=settings))
         name = dtype_name(dtype) if entry == CacheConfig().kv_cache_dtype else entry
         if latent is not None:
@@ -62,15 +62,6 @@ def format_choices(
             specs = _specs(settings, source, geometry, dtype, static)
         choices.append(FormatChoice(name, specs, is_latent=latent is not None))
     return choices
-
-
-def _settings(entry: str, cache: CacheConfig) -> CacheConfig:
-    if entry.endswith(".json") or Path(entry).is_file():
-        return replace(cache, quantization_config_path=entry)
-    if ":" in entry:
-        k, _, v = entry.partition(":")
-        return replace(cache, k_cache_dtype=k, v_cache_dtype=v)
-    return replace(cache, kv_cache_dtype=entry)
 
 
 def _specs(

@@ -51,7 +51,7 @@ class ServerFacts:
     """What `/metrics` says; None where this server does not say it.
 
     Attributes:
-        kv_cache_dtype: of the cache, as `K:V` where they differ.
+        kv_cache_dtype: of the cache, as `K/V` where they differ.
         num_blocks: in the pool.
         memory: bytes by part, as TightKV has them: weights, activations, kv_cache.
     """
@@ -109,7 +109,7 @@ def _format_name(settings: Mapping[str, str]) -> str:
     """As `plan` takes it: one name, or those of K and V."""
     one = settings.get("cache_dtype", "auto")
     k, v = settings.get("k_cache_dtype", one), settings.get("v_cache_dtype", one)
-    return k if k == v else f"{k}:{v}"
+    return k if k == v else f"{k}/{v}"
 
 
 def compare(plan: CapacityPlan, server: ServerFacts, url: str) -> Comparison:

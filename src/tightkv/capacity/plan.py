@@ -62,7 +62,8 @@ def plan(
         num_gpus: devices in all; a multiple of `tensor_parallel_size`.
         max_model_len: longest request in tokens; default: what the model knows.
         typical_len: an ordinary request; default: 1,200 tokens, or `max_model_len` if less.
-        kv_cache_dtypes: formats to compare: names, `K:V` pairs, or scales files.
+        kv_cache_dtypes: formats to compare: "int8", K and V apart as "int8/fp8", or with a scales
+            file as "auto@scales.json".
         kv_cache_dtype_skip_layers: layers left in the model's data type.
         static: static scales alone, without a dynamic one per token and head.
         gpu_memory_utilization: share of the memory that may be used.

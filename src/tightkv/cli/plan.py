@@ -140,8 +140,8 @@ def _add_cache(group: Any) -> None:
         nargs="+",
         dest="kv_cache_dtypes",
         metavar="FORMAT",
-        help="formats to compare: names, K:V pairs as int8:fp8, or scales files of `tightkv "
-        f"calibrate` (default: {' '.join(DEFAULT_KV_CACHE_DTYPES)})",
+        help="formats to compare: names, K and V apart as int8/fp8, auto@FILE as a scales file of "
+        f"`tightkv calibrate` says (default: {' '.join(DEFAULT_KV_CACHE_DTYPES)})",
     )
     _option(
         group,
