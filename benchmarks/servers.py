@@ -4,8 +4,9 @@
 
 Each server answers the same streaming requests in the same order, from some clients at once, each
 of which waits for its answer before it sends the next. Prompts are text, since llama-cpp-python
-takes no token ids; answers are greedy and as long as asked. Lengths are those of a trace in Azure's
-form, or drawn like it, all scaled by one factor. The last line is one JSON object.
+takes no token ids; answers are greedy and as long as asked. Then one client asks alone. Lengths are
+those of a trace in Azure's form, or drawn like it, all scaled by one factor. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ from benchmarks.serving.server_process import MODEL_NAME, Server
 
 SERVERS = ("tightkv", "vllm", "llama_cpp")
 WARM_UP_TOKENS = 8
+# As many of the requests come once more, from one client: llama-cpp-python's server answers one
+# request at a time, so that only then the time per token is of the same work.
+ALONE_REQUESTS = 12
 # llama.cpp ends an answer at any of these, if the model has them.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>")
 # llama.cpp takes context lengths in such pieces.
@@ -123,6 +127,8 @@ def make_requests(
 ) -> dict[str, list[dict[str, Any]]]:
     """Bodies of the requests that count, and of those before, which are as long but short-spoken.
 
+    The first of those that count come again at the end, from one client.
+
     Raises:
         ValueError: if the text is too short for the prompts.
     """
@@ -138,7 +144,11 @@ def make_requests(
         {"prompt": prompt, "max_tokens": each.answer}
         for prompt, each in zip(prompts, every, strict=True)
     ]
-    return {"requests": bodies[: len(lengths)], "warm_up": bodies[len(lengths) :]}
+    return {
+        "requests": bodies[: len(lengths)],
+        "warm_up": bodies[len(lengths) :],
+        "alone": bodies[: min(ALONE_REQUESTS, len(lengths))],
+    }
 
 
 def make_servers(
@@ -213,6 +223,13 @@ def make_rows(outcomes: Mapping[str, Outcome]) -> list[Row]:
         ("time per further token, p50", "ms", _milliseconds("tpot_p50"), at_most(1.0)),
         ("whole request, p50", "s", itemgetter("latency_p50"), None),
         ("whole request per token, p50", "ms", _milliseconds("latency_per_token_p50"), None),
+        ("1 client: time to first token, p50", "s", _alone(itemgetter("ttft_p50")), at_most(1.0)),
+        (
+            "1 client: time per further token, p50",
+            "ms",
+            _alone(_milliseconds("tpot_p50")),
+            at_most(1.0),
+        ),
     ]
     if not peers:
         return [Row(work, unit, ours.median(figure)) for work, unit, figure, _ in figures]
@@ -227,27 +244,38 @@ def _milliseconds(name: str) -> Callable[[Result], float]:
     return lambda result: 1e3 * result[name]
 
 
+def _alone(figure: Callable[[Result], float]) -> Callable[[Result], float]:
+    return lambda result: figure(result["alone"])
+
+
 def make_notes(
     outcomes: Mapping[str, Outcome], lengths: Sequence[Lengths], threads: int
 ) -> list[str]:
     """What makes figures doubtful: requests that failed, other work than asked, a busy machine."""
-    asked = (sum(each.prompt for each in lengths), sum(each.answer for each in lengths))
     notes = []
     for name, outcome in outcomes.items():
         for result in outcome.results:
-            if result["failed"]:
-                notes.append(f"FAILED {name}: {result['failed']} requests: {result['errors'][0]}")
-            done = (result["prompt_tokens"], result["new_tokens"])
-            if not all(map(_is_equal_work, done, asked)):
-                notes.append(
-                    f"UNEQUAL {name}: {done[0]} tokens read and {done[1]} made; "
-                    f"{asked[0]} and {asked[1]} were asked for"
-                )
+            notes += _notes_on(name, result, lengths)
+            notes += _notes_on(f"{name}, 1 client", result["alone"], lengths[:ALONE_REQUESTS])
             # Besides the engine's threads there is the client's, and perhaps the server's own.
             if result["load_average"] > threads + 2:
                 notes.append(
                     f"DOUBTFUL {name}: a load of {result['load_average']}: something else ran"
                 )
+    return notes
+
+
+def _notes_on(name: str, result: Result, lengths: Sequence[Lengths]) -> list[str]:
+    asked = (sum(each.prompt for each in lengths), sum(each.answer for each in lengths))
+    done = (result["prompt_tokens"], result["new_tokens"])
+    notes = []
+    if result["failed"]:
+        notes.append(f"FAILED {name}: {result['failed']} requests: {result['errors'][0]}")
+    if not all(map(_is_equal_work, done, asked)):
+        notes.append(
+            f"UNEQUAL {name}: {done[0]} tokens read and {done[1]} made; "
+            f"{asked[0]} and {asked[1]} were asked for"
+        )
     return notes
 
 
@@ -343,7 +371,9 @@ def main() -> int:
         write_atomically(options.output, line + "\n")
     print(line)
     ours = next(iter(outcomes.values()))
-    has_failed = ours.failure or any(result["failed"] for result in ours.results)
+    has_failed = ours.failure or any(
+        each["failed"] for result in ours.results for each in (result, result["alone"])
+    )
     return 1 if has_failed and "tightkv" in options.only else 0
 
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.serving.load_client load --model NAME --url URL --requests FILE --clients N
 
-The requests go out in the file's order, whatever server answers. The last line of stdout is one
-JSON object. What arrives is only kept, with its time, and read when all is over, so that the client
-takes little of the processor that it shares with the server.
+The requests go out in the file's order, whatever server answers; those of `alone` come last, from
+one client. The last line of stdout is one JSON object. What arrives is only kept, with its time,
+and read when all is over, so that the client takes little of the processor that it shares with the
+server.
 """
 
 from __future__ import annotations
@@ -21,13 +22,9 @@ from typing import Any
 import httpx
 
 from benchmarks.serving.driver import progress
-from benchmarks.serving.stream_times import (
-    Answer,
-    Chunk,
-    StreamError,
-    read_answer,
-    summarize,
-)
+from benchmarks.serving.stream_times import Answer, read_answer, summarize
+from tightkv.benchmark.http_client import Chunk
+from tightkv.benchmark.stream import StreamError
 
 TIMEOUT_SECONDS = 1800.0
 SHOWN_ERRORS = 3
@@ -81,8 +78,9 @@ async def send_all(client: httpx.AsyncClient, requests: Sequence[Sent], num_clie
 async def load(options: argparse.Namespace) -> dict[str, Any]:
     document = json.loads(options.requests.read_text(encoding="utf-8"))
     common = {**json.loads(options.body), "model": options.model, "stream": True, "temperature": 0}
-    warm_up, requests = (
-        [Sent({**common, **each}) for each in document[kind]] for kind in ("warm_up", "requests")
+    warm_up, requests, one_by_one = (
+        [Sent({**common, **each}) for each in document[kind]]
+        for kind in ("warm_up", "requests", "alone")
     )
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
@@ -90,22 +88,25 @@ async def load(options: argparse.Namespace) -> dict[str, Any]:
     ) as client:
         progress(f"warming up with {len(warm_up)} requests")
         await send_all(client, warm_up, options.clients)
-        progress(f"sending {len(requests)} requests, {options.clients} at a time")
-        seconds = await send_all(client, requests, options.clients)
-        read = [request.answer() for request in requests]
-        answers = [answer for answer in read if isinstance(answer, Answer)]
-        errors = [error for error in read if isinstance(error, str)]
-        if not answers:
-            raise RuntimeError(f"no request was answered: {errors[0]}")
-        result = summarize(answers, seconds)
-        if result["prompt_tokens"] is None:
-            result["prompt_tokens"] = await _counted(client, requests)
-        return {
-            "version": await _version(client),
-            **result,
-            "failed": len(errors),
-            "errors": errors[:SHOWN_ERRORS],
-        }
+        result = await _measure(client, requests, options.clients)
+        alone = await _measure(client, one_by_one, 1)
+        return {"version": await _version(client), **result, "alone": alone}
+
+
+async def _measure(
+    client: httpx.AsyncClient, requests: Sequence[Sent], num_clients: int
+) -> dict[str, Any]:
+    progress(f"sending {len(requests)} requests, {num_clients} at a time")
+    seconds = await send_all(client, requests, num_clients)
+    read = [request.answer() for request in requests]
+    answers = [answer for answer in read if isinstance(answer, Answer)]
+    errors = [error for error in read if isinstance(error, str)]
+    if not answers:
+        raise RuntimeError(f"no request was answered: {errors[0]}")
+    result = summarize(answers, seconds)
+    if result["prompt_tokens"] is None:
+        result["prompt_tokens"] = await _counted(client, requests)
+    return {**result, "failed": len(errors), "errors": errors[:SHOWN_ERRORS]}
 
 
 async def _counted(client: httpx.AsyncClient, requests: Sequence[Sent]) -> int | None:
@@ -134,7 +135,9 @@ def main() -> None:
     parser.add_argument("work", choices=["load"])
     parser.add_argument("--model", required=True, help="name in the requests")
     parser.add_argument("--url", required=True)
-    parser.add_argument("--requests", type=Path, required=True, help="JSON: warm_up and requests")
+    parser.add_argument(
+        "--requests", type=Path, required=True, help="JSON: warm_up, requests, alone"
+    )
     parser.add_argument("--clients", type=int, required=True)
     parser.add_argument("--body", default="{}", help="JSON: fields of every request")
     print(json.dumps(asyncio.run(load(parser.parse_args()))), flush=True)

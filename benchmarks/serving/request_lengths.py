@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tightkv.benchmark.traces import fitting_factor, read_azure
 
 __all__ = ["Lengths", "cut_prompts", "draw_lengths", "read_trace", "scaled"]
 
@@ -30,21 +31,9 @@ def read_trace(path: Path, count: int) -> list[Lengths]:
     """The first requests of a trace in Azure's form: TIMESTAMP,ContextTokens,GeneratedTokens.
 
     Raises:
-        ValueError: if the file is of another form, or has fewer requests.
+        RequestError: if the file is of another form, or has fewer requests.
     """
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    try:
-        lengths = [
-            Lengths(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows[:count]
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} is no trace: it needs the columns ContextTokens and GeneratedTokens, numbers"
-        ) from error
-    if len(lengths) < count:
-        raise ValueError(f"{path} has {len(lengths)} requests: ask for at most as many")
-    return lengths
+    return [Lengths(each.prompt, each.answer) for each in read_azure(path, count)]
 
 
 def draw_lengths(count: int, seed: int) -> list[Lengths]:
@@ -67,7 +56,7 @@ def scaled(lengths: Sequence[Lengths], longest: int) -> list[Lengths]:
         lengths: as in the trace.
         longest: tokens that a prompt and its answer may have together, at least 2.
     """
-    factor = min(1.0, longest / max(each.prompt + each.answer for each in lengths))
+    factor = fitting_factor((each.prompt + each.answer for each in lengths), longest)
     return [
         Lengths(max(1, math.floor(each.prompt * factor)), max(1, math.floor(each.answer * factor)))
         for each in lengths

@@ -8,14 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Answer", "Chunk", "StreamError", "events", "percentile", "read_answer", "summarize"]
+from tightkv.benchmark.http_client import Chunk
+from tightkv.benchmark.stream import StreamError, events
 
-Chunk = tuple[float, bytes]
-"""Seconds on the client's clock, and what arrived then."""
-
-
-class StreamError(Exception):
-    """An answer that is an error, or not whole; the message says which."""
+__all__ = ["Answer", "percentile", "read_answer", "summarize"]
 
 
 @dataclass(frozen=True)
@@ -41,22 +37,6 @@ class Answer:
         if self.new_tokens < 2:
             return None
         return (self.seconds - self.ttft) / (self.new_tokens - 1)
-
-
-def events(chunks: Iterable[Chunk]) -> list[tuple[float, str]]:
-    """Server-sent events, each with the time at which it was complete.
-
-    Events with one line of data each, as all these servers send; comments are left out.
-    """
-    found, rest = [], b""
-    for time, data in chunks:
-        *lines, rest = (rest + data).split(b"\n")
-        found += [
-            (time, line[len(b"data:") :].strip().decode())
-            for line in lines
-            if line.startswith(b"data:")
-        ]
-    return found
 
 
 def read_answer(start: float, chunks: Iterable[Chunk], max_tokens: int) -> Answer:

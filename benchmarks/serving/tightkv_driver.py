@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import resource
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,6 +15,7 @@ from transformers import AutoTokenizer
 import tightkv
 from benchmarks.serving import driver
 from tightkv import LLM, LLMEngine, SamplingParams
+from tightkv.benchmark.process_memory import peak_bytes
 from tightkv.engine.model_runner import ModelRunner
 from tightkv.engine.request import Request
 from tightkv.engine.sampler import Sampler
@@ -146,17 +145,6 @@ def memory(options: argparse.Namespace) -> driver.Result:
     loaded = peak_bytes()
     llm.generate(options.prompts, greedy(options.new_tokens))
     return {"loaded_peak_bytes": loaded, "peak_bytes": peak_bytes()}
-
-
-def peak_bytes() -> int:
-    """The largest resident size of this process since it began."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        # Linux counts in ru_maxrss also what the parent held when it made this process.
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(lines["VmHWM"].split()[0]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 if __name__ == "__main__":

@@ -39,7 +39,10 @@ def test_our_server_alone(tmp_path: Path) -> None:
     assert figures["answered"] == result["requests"] == 12
     assert 0 < figures["ttft_p50"] <= figures["ttft_p99"] < figures["seconds"]
     assert figures["tpot_p50"] > 0
+    assert figures["alone"]["answered"] == 12
+    assert figures["alone"]["tpot_p50"] > 0
     assert result["figures"]["vLLM"] == "not given: set VLLM_PYTHON"
     bars = {row["work"]: row["bar"] for row in result["rows"] if row["peer_name"] == "vLLM"}
     assert bars["requests"] == "≥ 1.00"
     assert bars["time to first token, p99"] == "≤ 1.00"
+    assert bars["1 client: time per further token, p50"] == "≤ 1.00"

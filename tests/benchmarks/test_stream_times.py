@@ -3,15 +3,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from benchmarks.serving.stream_times import (
-    Answer,
-    Chunk,
-    StreamError,
-    events,
-    percentile,
-    read_answer,
-    summarize,
-)
+from benchmarks.serving.stream_times import Answer, percentile, read_answer, summarize
+
+from tightkv.benchmark.http_client import Chunk
+from tightkv.benchmark.stream import StreamError
 
 
 def _chunk(time: float, text: str, finish_reason: str | None = None) -> Chunk:
@@ -26,11 +21,6 @@ def _usage(time: float, prompt_tokens: int, completion_tokens: int) -> Chunk:
 
 def _done(time: float) -> Chunk:
     return time, b"data: [DONE]\n\n"
-
-
-def test_an_event_has_the_time_at_which_it_is_whole() -> None:
-    chunks = [(1.0, b"data: a\n\nda"), (2.0, b"ta: b\r\n"), (3.0, b"\r\n: ping\n\ndata: c\n\n")]
-    assert events(chunks) == [(1.0, "a"), (2.0, "b"), (3.0, "c")]
 
 
 def test_times_of_an_answer_begin_with_its_request() -> None:

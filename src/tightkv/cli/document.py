@@ -26,12 +26,13 @@ def page() -> str:
     return "\n".join([_HEAD, *_commands(make_parser()), *_refused()])
 
 
-def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
+def _commands(parser: argparse.ArgumentParser, prefix: str = "tightkv") -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, command in action.choices.items():
-                yield f"## tightkv {name}\n\n{command.description}\n"
+                yield f"## {prefix} {name}\n\n{command.description}\n"
                 yield from _groups(command)
+                yield from _commands(command, f"{prefix} {name}")
 
 
 def _groups(command: argparse.ArgumentParser) -> Iterator[str]:
@@ -44,7 +45,8 @@ def _groups(command: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _is_shown(action: argparse.Action) -> bool:
-    return action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction)
+    kinds = (argparse._HelpAction, argparse._SubParsersAction)
+    return action.help != argparse.SUPPRESS and not isinstance(action, kinds)
 
 
 def _row(action: argparse.Action) -> str:

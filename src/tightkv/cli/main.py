@@ -8,11 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from tightkv import __version__
-from tightkv.cli import calibrate, generate, serve
-from tightkv.errors import ConfigError, TightKVError
+from tightkv.cli import bench, calibrate, eval, generate, plan, serve
+from tightkv.errors import ConfigError, EngineError, TightKVError
 
 __all__ = ["main", "make_parser"]
 
+_FAILED = 1  # also a command's own "no": a request that failed, a precision that is unsafe
+_BAD_INPUT = 2  # as argparse's
 _INTERRUPTED = 130  # as a shell reports a process ended by Ctrl-C
 
 
@@ -30,12 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
     except TightKVError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _FAILED if isinstance(error, EngineError) else _BAD_INPUT
     except BrokenPipeError:
-        return 1  # whoever read the output has gone
+        return _FAILED  # whoever read the output has gone
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -54,6 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_parser(commands)
     generate.add_parser(commands)
     calibrate.add_parser(commands)
+    eval.add_parser(commands)
+    plan.add_parser(commands)
+    bench.add_parser(commands)
     return parser
 
 

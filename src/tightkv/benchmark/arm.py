@@ -1,0 +1,91 @@
+"""An engine for each cache precision that is compared, over one loaded model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from tightkv.calibration import calibrate_at_start
+from tightkv.config import EngineConfig
+from tightkv.engine.arm_spec import ArmSpec, parse_arm
+from tightkv.engine.llm_engine import LLMEngine
+from tightkv.engine.resolve import resolve_device
+from tightkv.errors import ConfigError
+from tightkv.models import LoadedModel, load_model
+
+__all__ = ["load_for_arms", "make_engine", "parse_arms", "read_options"]
+
+
+_DECIDED_BY_ARMS = (
+    "kv_cache_dtype",
+    "k_cache_dtype",
+    "v_cache_dtype",
+    "quantization_config_path",
+    "kv_cache_scales",
+)
+
+
+def parse_arms(names: str | Sequence[str]) -> tuple[ArmSpec, ...]:
+    """Cache precisions, as a list or with commas, each spelled as `parse_arm` reads it.
+
+    Raises:
+        ConfigError: if one is none, or stands there twice.
+    """
+    specs = tuple(map(parse_arm, names.split(",") if isinstance(names, str) else names))
+    known = [spec.name for spec in specs]
+    twice = [name for name in known if known.count(name) > 1]
+    if twice:
+        raise ConfigError(f"--kv-cache-dtype has {twice[0]!r} twice: leave one out.")
+    return specs
+
+
+def read_options(
+    model: str | LoadedModel, options: Mapping[str, Any]
+) -> tuple[EngineConfig, LoadedModel | None]:
+    """The engine's settings but for the cache's precision, and the model, if it is loaded.
+
+    Raises:
+        ConfigError: for an unknown option, or one that is a part of `kv_cache_dtypes` here.
+    """
+    for name in _DECIDED_BY_ARMS:
+        if name in options:
+            raise ConfigError(
+                f"{name} is not taken here: write each precision into kv_cache_dtypes, as int8, "
+                "int8/fp8_e4m3 (K and V apart) or int8@scales.json."
+            )
+    loaded = model if isinstance(model, LoadedModel) else None
+    name = model.name if isinstance(model, LoadedModel) else model
+    return EngineConfig.from_options({"model": name, **options}), loaded
+
+
+def load_for_arms(config: EngineConfig) -> LoadedModel:
+    """The model that all engines share."""
+    return load_model(config.model, resolve_device(config.device.device))
+
+
+def make_engine(config: EngineConfig, spec: ArmSpec, model: LoadedModel) -> LLMEngine:
+    """An engine with a cache of this precision.
+
+    Raises:
+        ConfigError, ScaleError: as the engine would.
+    """
+    skipped = spec.skip_layers or config.cache.kv_cache_dtype_skip_layers
+    cache = replace(spec, skip_layers=tuple(skipped)).cache_config(config.cache)
+    with _quiet_log():
+        config, _ = calibrate_at_start(replace(config, cache=cache), model)
+        return LLMEngine(config, model=model)
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Leave out the log of each engine's plan."""
+    logger = logging.getLogger("tightkv")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
