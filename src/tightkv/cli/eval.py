@@ -13,7 +13,7 @@ from tightkv.cli.options import EVALUATION_PART, add_flags, given_options
 from tightkv.cli.progress import progress_bars
 from tightkv.config import ModelConfig
 from tightkv.evaluation import EvaluationReport, evaluate
-from tightkv.evaluation.render.terminal import print_report
+from tightkv.evaluation.render.terminal import LEAST_WIDTH, print_report
 from tightkv.files import check_folder
 
 __all__ = ["add_parser"]
@@ -76,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(report: EvaluationReport, folder: Path, *, details: bool) -> None:
-    console = Console()
+    # Narrower, the table would lose its names; a terminal wraps the lines.
+    console = Console(width=max(Console().width, LEAST_WIDTH))
     print_report(report, console, details=details)
     console.print(
         f"{folder / 'report.html'}, report.md and report.json have all figures.",

@@ -166,7 +166,7 @@ def _report(
 
     return EvaluationReport(
         tool=f"tightkv {version('tightkv')}",
-        model=run.model.name,
+        model=_shown_name(run.model.name),
         architecture=run.model.identity.architecture,
         weights=run.model.identity.weights,
         baseline=arms.base.name,
@@ -326,6 +326,11 @@ def _digest(
         "arms": {arm.name: arm.engine.storage.fingerprint().hex() for arm in arms},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _shown_name(model: str) -> str:
+    """A path without its folders, which are nobody else's business; a hub id as it is."""
+    return Path(model).name if Path(model).exists() else model
 
 
 def _noise_floor(run: _Run, window: Sequence[int]) -> FidelityFigures:

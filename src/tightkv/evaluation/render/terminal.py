@@ -22,9 +22,9 @@ from tightkv.evaluation.render.tables import (
 )
 from tightkv.evaluation.report import ArmReport, EvaluationReport, FidelityFigures, Level
 
-__all__ = ["print_report"]
+__all__ = ["LEAST_WIDTH", "print_report"]
 
-_WIDTH = 100
+LEAST_WIDTH = 100
 _COLORS: dict[Level, str] = {"safe": "green", "caution": "yellow", "unsafe": "bold red"}
 
 
@@ -36,7 +36,7 @@ def print_report(report: EvaluationReport, console: Console, *, details: bool = 
         console: where to.
         details: also the blocks of `llama-perplexity --kl-divergence`, of each arm and pass.
     """
-    width = min(console.width, _WIDTH)
+    width = min(console.width, LEAST_WIDTH)
     if details:
         _print_details(report, console)
     console.print(_overview(report), width=width)
