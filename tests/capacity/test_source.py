@@ -156,7 +156,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         ({"typical_len": 100, "max_model_len": 64}, "lower it"),
         ({"concurrency": 0}, "at least 1"),
         ({"kv_cache_dtypes": ()}, "at least one"),
-        ({"kv_cache_dtypes": ("int3",)}, "choose one of auto"),
+        ({"kv_cache_dtypes": ("int3",)}, "give one of auto"),
         ({"kv_cache_dtypes": ("int8/int3",)}, "give one of auto"),
         ({"block_size": 8}, "multiple of 16"),
         ({"gpu_memory_utilization": 1.5}, "at most 1"),
