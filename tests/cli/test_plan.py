@@ -78,7 +78,7 @@ def test_wrong_input_is_one_sentence_and_status_2(
         (["--hardware", "l4", "--tensor-parallel-size", "3"], "does not divide"),
         (["--lang", "fr"], "invalid choice"),
         (["--no-such-flag"], "--no-such-flag"),
-        (["--kv-cache-dtype", "int3"], "Unknown kv_cache_dtype"),
+        (["--kv-cache-dtype", "int3"], "'int3' is no KV cache dtype"),
         (["--compare", "nowhere"], "no address"),
     ):
         status, out, err = run(capsys, folder, *arguments)
