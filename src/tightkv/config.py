@@ -7,7 +7,7 @@ Each field carries its help text, from which the command line is made. Nothing h
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "ModelConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "unknown_option",
 ]
 
 
@@ -218,7 +219,7 @@ class EngineConfig:
             if name in REFUSED_OPTIONS:
                 raise ConfigError(f"{name} is refused: {REFUSED_OPTIONS[name]}")
             if name not in owner:
-                raise ConfigError(_unknown_option(name, owner))
+                raise ConfigError(unknown_option(name, owner))
         return cls(
             **{
                 part: kind(**{name: options[name] for name in options if owner[name] == part})
@@ -271,7 +272,8 @@ REFUSED_OPTIONS: dict[str, str] = {
 """Options that other engines have and this one does not, each with what to do instead."""
 
 
-def _unknown_option(name: str, known: Mapping[str, str]) -> str:
+def unknown_option(name: str, known: Collection[str]) -> str:
+    """A sentence about an option that there is not, with the nearest that there is."""
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}."
     return f"Unknown option {name!r}: {hint}"

@@ -1,6 +1,5 @@
 """How fast, how many: an engine of this process, KV cache precisions side by side, any server."""
 
-from tightkv.benchmark.arm import parse_arms
 from tightkv.benchmark.bench import bench
 from tightkv.benchmark.data import DATASETS, BenchRequest, DatasetConfig
 from tightkv.benchmark.http_client import parse_address
@@ -27,6 +26,7 @@ from tightkv.benchmark.statistics import (
 )
 from tightkv.benchmark.sweep import MeanStd, parse_numbers
 from tightkv.benchmark.throughput import ThroughputReport, bench_throughput
+from tightkv.engine.arm_spec import parse_arms
 
 __all__ = [
     "CHAT",

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from tightkv.calibration import calibrate_at_start
 from tightkv.config import EngineConfig
-from tightkv.engine.arm_spec import ArmSpec, parse_arm
+from tightkv.engine.arm_spec import ArmSpec
 from tightkv.engine.llm_engine import LLMEngine
-from tightkv.engine.resolve import resolve_device
+from tightkv.engine.resolve import quiet_log, resolve_device
 from tightkv.errors import ConfigError
 from tightkv.models import LoadedModel, load_model
 
-__all__ = ["load_for_arms", "make_engine", "parse_arms", "read_options"]
+__all__ = ["load_for_arms", "make_engine", "read_options"]
 
 
 _DECIDED_BY_ARMS = (
@@ -26,20 +24,6 @@ _DECIDED_BY_ARMS = (
     "quantization_config_path",
     "kv_cache_scales",
 )
-
-
-def parse_arms(names: str | Sequence[str]) -> tuple[ArmSpec, ...]:
-    """Cache precisions, as a list or with commas, each spelled as `parse_arm` reads it.
-
-    Raises:
-        ConfigError: if one is none, or stands there twice.
-    """
-    specs = tuple(map(parse_arm, names.split(",") if isinstance(names, str) else names))
-    known = [spec.name for spec in specs]
-    twice = [name for name in known if known.count(name) > 1]
-    if twice:
-        raise ConfigError(f"--kv-cache-dtype has {twice[0]!r} twice: leave one out.")
-    return specs
 
 
 def read_options(
@@ -74,18 +58,6 @@ def make_engine(config: EngineConfig, spec: ArmSpec, model: LoadedModel) -> LLME
     """
     skipped = spec.skip_layers or config.cache.kv_cache_dtype_skip_layers
     cache = replace(spec, skip_layers=tuple(skipped)).cache_config(config.cache)
-    with _quiet_log():
+    with quiet_log():
         config, _ = calibrate_at_start(replace(config, cache=cache), model)
         return LLMEngine(config, model=model)
-
-
-@contextmanager
-def _quiet_log() -> Iterator[None]:
-    """Leave out the log of each engine's plan."""
-    logger = logging.getLogger("tightkv")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from tightkv.benchmark.arm import parse_arms, read_options
+from tightkv.benchmark.arm import read_options
 from tightkv.benchmark.kv_arm import ArmJob, ArmResult, measure_arm, measure_in_process
 from tightkv.benchmark.prediction import Prediction, predict
 from tightkv.benchmark.slope import break_even_context, choose_contexts
 from tightkv.calibration.progress import Progress, no_progress
 from tightkv.config import EngineConfig
-from tightkv.engine.arm_spec import ArmSpec
+from tightkv.engine.arm_spec import ArmSpec, parse_arms
 from tightkv.errors import ConfigError
 from tightkv.models import LoadedModel
 

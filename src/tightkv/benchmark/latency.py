@@ -11,12 +11,13 @@ from typing import Any
 import numpy
 import torch
 
-from tightkv.benchmark.arm import load_for_arms, make_engine, parse_arms, read_options
+from tightkv.benchmark.arm import load_for_arms, make_engine, read_options
 from tightkv.benchmark.data import BenchRequest, Vocabulary
 from tightkv.benchmark.offline import Load, run_load, warm_up
 from tightkv.benchmark.sweep import MeanStd
 from tightkv.calibration.progress import Progress, no_progress
 from tightkv.config import EngineConfig
+from tightkv.engine.arm_spec import parse_arms
 from tightkv.engine.llm_engine import LLMEngine
 from tightkv.errors import ConfigError, EngineError
 from tightkv.models import LoadedModel

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from tightkv.benchmark.arm import load_for_arms, make_engine, parse_arms, read_options
+from tightkv.benchmark.arm import load_for_arms, make_engine, read_options
 from tightkv.benchmark.data import DatasetConfig, Vocabulary, make_requests
 from tightkv.benchmark.offline import check_requests_fit, run_load, warm_up
 from tightkv.benchmark.statistics import Figures, summarize
 from tightkv.benchmark.sweep import MeanStd
 from tightkv.calibration.progress import Progress, no_progress
+from tightkv.engine.arm_spec import parse_arms
 from tightkv.engine.llm_engine import LLMEngine
 from tightkv.models import LoadedModel
 

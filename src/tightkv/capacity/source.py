@@ -18,7 +18,8 @@ from huggingface_hub.utils._validators import validate_repo_id
 from transformers import AutoConfig, PreTrainedConfig
 
 from tightkv.errors import CheckpointError, ConfigError, TightKVError
-from tightkv.models.compatibility import one_line, quiet_transformers
+from tightkv.models.compatibility import one_line
+from tightkv.models.loader import run_loader
 
 __all__ = ["ModelSource", "read_source"]
 
@@ -189,17 +190,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read(problem: str, load: Callable[[], object]) -> Any:
-    try:
-        with quiet_transformers():
-            return load()
-    except TightKVError:
-        raise
-    except Exception as error:  # broken files raise a dozen unrelated types
-        if "trust_remote_code=True" in str(error):
-            raise CheckpointError(
-                f"{problem}, because it comes with Python code of its own, which is not run here: "
-                "plan a model that transformers knows."
-            ) from error
-        raise CheckpointError(
-            f"{problem} ({one_line(error)}): check the name and the files."
-        ) from error
+    own_code = CheckpointError(
+        f"{problem}, because it comes with Python code of its own, which is not run here: plan a "
+        "model that transformers knows."
+    )
+    return run_loader(load, problem, own_code)

@@ -9,7 +9,7 @@ from tightkv.config import CacheConfig
 from tightkv.errors import ConfigError
 from tightkv.formats.registry import KV_CACHE_DTYPES
 
-__all__ = ["ArmSpec", "parse_arm"]
+__all__ = ["ArmSpec", "parse_arm", "parse_arms"]
 
 _FILE, _AND = "@", "/"
 
@@ -61,3 +61,17 @@ def parse_arm(text: str, skip_layers: Sequence[str] = ()) -> ArmSpec:
     if _FILE in text and not path:
         raise ConfigError(f"--kv-cache-dtype has {text!r}: name a scales file after {_FILE}.")
     return ArmSpec(text.strip(), k_dtype, v_dtype, path or None, tuple(skip_layers))
+
+
+def parse_arms(names: str | Sequence[str]) -> tuple[ArmSpec, ...]:
+    """Cache precisions, as a list or with commas, each spelled as `parse_arm` reads it.
+
+    Raises:
+        ConfigError: if one is none, or stands there twice.
+    """
+    specs = tuple(map(parse_arm, names.split(",") if isinstance(names, str) else names))
+    known = [spec.name for spec in specs]
+    twice = [name for name in known if known.count(name) > 1]
+    if twice:
+        raise ConfigError(f"--kv-cache-dtype has {twice[0]!r} twice: leave one out.")
+    return specs

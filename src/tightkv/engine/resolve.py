@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "check_config",
     "layer_spec",
     "log_plan",
+    "quiet_log",
     "resolve_config",
     "resolve_device",
     "resolve_specs",
@@ -158,6 +160,17 @@ def log_plan(
         f"{plan.max_model_len:,}",
         plan.max_concurrency(plan.max_model_len),
     )
+
+
+@contextmanager
+def quiet_log() -> Iterator[None]:
+    """Leave out what an engine tells while it is made; there are several, or it is not the one."""
+    level = _logger.level
+    _logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        _logger.setLevel(level)
 
 
 def _check_dtypes(cache: CacheConfig) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from tightkv.calibration import calibrate_at_start
@@ -14,6 +12,7 @@ from tightkv.engine.llm_engine import LLMEngine
 from tightkv.engine.outputs import RequestOutput
 from tightkv.engine.policy import layer_ranges
 from tightkv.engine.pool import pool_bytes
+from tightkv.engine.resolve import quiet_log
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.errors import EngineError
 from tightkv.evaluation.report import CacheFigures
@@ -149,20 +148,8 @@ def make_arm(
 ) -> Arm:
     """One arm; arguments and errors as in `Arms.make`."""
     config = replace(config, cache=spec.cache_config(config.cache))
-    with _quiet():
+    with quiet_log():
         config, _ = calibrate_at_start(config, model)
         num_bytes = pool_bytes(config, model, num_tokens)
         cache = replace(config.cache, kv_cache_memory_bytes=num_bytes)
         return Arm(spec.name, LLMEngine(replace(config, cache=cache), model=model, backend=backend))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out the log of each engine's plan."""
-    logger = logging.getLogger("tightkv")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,8 @@ from typing import Any
 
 from tightkv.calibration.data import Document, read_documents
 from tightkv.calibration.progress import Progress, no_progress
-from tightkv.config import EngineConfig, EvaluationConfig, ModelConfig
+from tightkv.config import EngineConfig, EvaluationConfig, ModelConfig, unknown_option
+from tightkv.engine.arm_spec import parse_arms
 from tightkv.engine.policy import layer_ranges
 from tightkv.engine.resolve import resolve_device
 from tightkv.engine.sampling_params import SamplingParams
@@ -190,9 +190,7 @@ def _config(options: dict[str, Any]) -> EvaluationConfig:
     known = [option.name for option in fields(EvaluationConfig)]
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
-            raise ConfigError(f"Unknown option {name!r}: {hint}")
+            raise ConfigError(unknown_option(name, known))
     config = EvaluationConfig(**options)
     least = {"num_samples": 1, "prompt_len": 1, "max_tokens": 1, "retrieval_trials": 1}
     counts = {**least, "num_prompts": 0, "layer_groups": 0}
@@ -216,13 +214,8 @@ def _specs(
     formats: str | Sequence[str], config: EvaluationConfig
 ) -> tuple[ArmSpec, tuple[ArmSpec, ...]]:
     """The baseline, and what is compared with it."""
-    texts = formats.split(",") if isinstance(formats, str) else formats
-    others = tuple(map(parse_arm, texts))
-    names = [spec.name for spec in others]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ConfigError(f"--kv-cache-dtype has {twice[0]!r} twice: leave one out.")
-    if not names:
+    others = parse_arms(formats)
+    if not others:
         raise ConfigError("--kv-cache-dtype is empty: name what is to be measured, as int8.")
     base = parse_arm(config.baseline_kv_cache_dtype)
     # Another name than any arm's: the baseline may also be measured against itself.

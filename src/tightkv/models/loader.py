@@ -40,7 +40,7 @@ from tightkv.models.gguf import convert_gguf
 from tightkv.models.linear import pack_linear_layers, weight_bytes
 from tightkv.planning import check_max_model_len
 
-__all__ = ["Checkpoint", "LoadedModel", "load_model", "load_tokenizer"]
+__all__ = ["Checkpoint", "LoadedModel", "load_model", "load_tokenizer", "run_loader"]
 
 _logger = logging.getLogger("tightkv")
 
@@ -323,7 +323,19 @@ def _positive(settings: PreTrainedConfig, name: str) -> int:
 
 
 def _read(load: Callable[[], object], problem: str) -> Any:
-    """Run a loader of transformers; whatever it raises becomes one sentence."""
+    advice = "read that code, and set --trust-remote-code if you trust it."
+    own_code = f"{problem}, because it comes with Python code of its own: {advice}"
+    return run_loader(load, problem, ConfigError(own_code))
+
+
+def run_loader(load: Callable[[], object], problem: str, own_code: TightKVError) -> Any:
+    """Run a loader of transformers; whatever it raises becomes one sentence.
+
+    Args:
+        load: the loader.
+        problem: how the sentence begins.
+        own_code: raised where the model comes with Python code of its own.
+    """
     try:
         with quiet_transformers():
             return load()
@@ -331,10 +343,7 @@ def _read(load: Callable[[], object], problem: str) -> Any:
         raise
     except Exception as error:  # broken files raise a dozen unrelated types
         if "trust_remote_code=True" in str(error):
-            raise ConfigError(
-                f"{problem}, because it comes with Python code of its own: "
-                "read that code, and set --trust-remote-code if you trust it."
-            ) from error
+            raise own_code from error
         raise CheckpointError(
             f"{problem} ({one_line(error)}): check the name and the files."
         ) from error

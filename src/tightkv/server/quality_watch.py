@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +18,7 @@ from tightkv.config import CacheConfig, EngineConfig, SchedulerConfig
 from tightkv.engine.llm_engine import LLMEngine
 from tightkv.engine.pool import pool_bytes
 from tightkv.engine.request import Request
+from tightkv.engine.resolve import quiet_log
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.errors import ConfigError, EngineError
 from tightkv.metrics import kl_divergence
@@ -85,7 +84,7 @@ class QualityWatch:
                 f"kv_quality_sample_rate is {sample_rate:g}: it must be above 0 and at most 1; "
                 "0 leaves the quality watch off."
             )
-        with _quiet():
+        with quiet_log():
             self._full, self._served = (
                 _Arm(_with_pool(arm, engine.model), engine.model) for arm in _arm_configs(config)
             )
@@ -268,14 +267,3 @@ def _pool_bytes(config: EngineConfig, model: LoadedModel) -> int:
     """Bytes of a cache for the longest request that is scored."""
     longest = config.model.max_model_len or min(_LONGEST, model.max_position)
     return pool_bytes(config, model, longest)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out the log of the two engines' plans, which would read as that of the server."""
-    level = _logger.level
-    _logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        _logger.setLevel(level)
