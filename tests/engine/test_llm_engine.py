@@ -227,8 +227,8 @@ def test_windows_that_only_the_mask_knows_are_refused(
 def test_prompt_logprobs_of_many_requests_share_the_rows_of_a_step(folder: Path) -> None:
     llm = tiny_llm(folder, max_num_batched_tokens=512)
     params = SamplingParams(prompt_logprobs=0, max_tokens=1)
-    for index in range(4):
-        llm.engine.add_request(str(index), prompts(1, 100)[0], params)
+    for length in (60, 100):
+        llm.engine.add_request(str(length), prompts(1, length)[0], params)
     chunks = llm.engine.scheduler.schedule()
     assert sum(chunk.num_tokens for chunk in chunks) == MAX_PROMPT_LOGPROBS_ROWS
 

@@ -74,6 +74,7 @@ def test_dynamic_int8_costs_what_the_simulation_says() -> None:
         params = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0)
         rows = logits_by_position(llm, text, params)
         arms.append(torch.stack([rows[position] for position in range(len(text) - 1)]))
-    figures = Divergence.of_rows(arms[0], arms[1], torch.tensor(text[1:])).figures()
+    (divergence,) = Divergence.of_arms(arms[0], arms[1:], torch.tensor(text[1:]))
+    figures = divergence.figures()
     assert 0.0003 < figures.kld.mean <= 0.0015
     assert figures.same_top_p >= 0.98

@@ -30,7 +30,7 @@ def test_kl_of_logits(num_rows: int, vocab_size: int) -> None:
     assert torch.allclose(kl_divergence(base, other), expected, rtol=1e-9, atol=1e-13)
     assert (kl_divergence(base, base.clone()) == 0).all()
     next_token_ids = torch.arange(num_rows) % vocab_size
-    divergence = Divergence.of_rows(base, other, next_token_ids)
+    (divergence,) = Divergence.of_arms(base, [other], next_token_ids)
     assert divergence.kl.tolist() == kl_divergence(base, other).tolist()
     for logits, logprob in ((other, divergence.logprob), (base, divergence.logprob_base)):
         logprobs = torch.log_softmax(logits.double(), -1)
@@ -62,7 +62,8 @@ def test_tokens_that_are_ruled_out() -> None:
 def test_no_rows() -> None:
     nothing = torch.zeros(0, 5)
     assert kl_divergence(nothing, nothing).shape == (0,)
-    assert len(Divergence.of_rows(nothing, nothing, torch.zeros(0, dtype=torch.int64))) == 0
+    (empty,) = Divergence.of_arms(nothing, [nothing], torch.zeros(0, dtype=torch.int64))
+    assert len(empty) == 0
     assert len(Divergence.concatenated([])) == 0
 
 

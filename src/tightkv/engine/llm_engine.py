@@ -141,7 +141,11 @@ class LLMEngine:
         return tuple(self._requests.values())
 
     def observe_logits(self, observer: LogitsObserver | None) -> None:
-        """Let `observer` see the logits from which each token is taken (evaluation)."""
+        """Let `observer` see the logits from which each token is taken (evaluation).
+
+        It sees those of prompts with `prompt_logprobs`, too, which are then not made:
+        log-probabilities of a large vocabulary take longer than the model.
+        """
         self._processor.observer = observer
 
     def add_request(

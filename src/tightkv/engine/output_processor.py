@@ -114,13 +114,14 @@ class OutputProcessor:
             return
         following = sequence.token_ids[first + 1 : end + 1]
         rows = logits[first - begin : end - begin]
-        if self.observer is not None:
-            for offset, row in enumerate(rows):
-                self.observer(sequence, first + offset, row)
         if not bool(torch.isfinite(rows.amax(-1)).all()):
             sequence.finish("error", error="The model's logits for this prompt are not finite.")
-            return
-        noted += [self._with_text(top) for top in prompt_logprobs(rows, following, wanted)]
+        elif self.observer is None:
+            noted += [self._with_text(top) for top in prompt_logprobs(rows, following, wanted)]
+        else:
+            for offset, row in enumerate(rows):
+                self.observer(sequence, first + offset, row)
+            noted += [None] * len(rows)
 
     def _text_of(self, token_id: int) -> str:
         # The full vocabulary may be asked for at each position: a token is decoded once.

@@ -6,7 +6,7 @@ schedule alike take one step each; one that cuts prompts elsewhere may take more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -84,8 +84,7 @@ def read_in_lockstep(
 ) -> LockstepResult:
     """Run the readings through all arms and compare their logits row by row.
 
-    Memory: logits of one step of the baseline and of one arm; while an arm is ahead, of another
-    step of it.
+    Memory: logits of one step of each arm; of one that is ahead, of another step.
 
     Args:
         arms: idle engines.
@@ -108,10 +107,12 @@ def read_in_lockstep(
             base.step()
             for reader in others:
                 reader.catch_up(base.rows)
-                parts[reader.name].append(_compare(base.rows, reader.rows, by_id))
-            keys += base.rows
-            on_rows(len(base.rows))
-            base.rows.clear()
+            rows = list(base.rows)
+            for of_arms in _compare(base, others, by_id):
+                for reader, divergence in zip(others, of_arms, strict=True):
+                    parts[reader.name].append(divergence)
+            keys += rows
+            on_rows(len(rows))
         for reader in others:
             reader.run_to_the_end()
     return _in_order(keys, parts, list(by_id))
@@ -159,6 +160,10 @@ class _Reader:
                 raise EngineError(f"{self.name} has ended before it made all of the logits.")
             self.step()
 
+    def take(self, keys: Sequence[RowKey]) -> torch.Tensor:
+        """Logits `[len(keys), vocab_size]`, which are forgotten here."""
+        return torch.stack([self.rows.pop(key) for key in keys])
+
     def run_to_the_end(self) -> None:
         while self.has_work:
             self.step()
@@ -170,24 +175,19 @@ class _Reader:
 
 
 def _compare(
-    base: Mapping[RowKey, torch.Tensor],
-    other: dict[RowKey, torch.Tensor],
-    readings: Mapping[str, Reading],
-) -> Divergence:
-    """Compare the baseline's rows with an arm's, which are taken out."""
-    keys = list(base)
-    parts = []
+    base: _Reader, others: Sequence[_Reader], readings: Mapping[str, Reading]
+) -> Iterator[list[Divergence]]:
+    """Take the baseline's rows out of all arms, some at a time, and compare them."""
+    keys = list(base.rows)
     for start in range(0, len(keys), _ROWS):
         some = keys[start : start + _ROWS]
         following = [readings[request_id].follows(position) for request_id, position in some]
-        parts.append(
-            Divergence.of_rows(
-                torch.stack([base[key] for key in some]),
-                torch.stack([other.pop(key) for key in some]),
-                torch.tensor(following, device=base[some[0]].device),
-            )
+        rows = base.take(some)
+        yield Divergence.of_arms(
+            rows,
+            [reader.take(some) for reader in others],
+            torch.tensor(following, device=rows.device),
         )
-    return Divergence.concatenated(parts)
 
 
 def _in_order(

@@ -38,7 +38,7 @@ def kl_divergence(base: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     Returns:
         float64 `[num_rows]`, at least 0; exactly 0 for equal rows.
     """
-    parts = [_Softmax(rows).kl_to(_Softmax(others)) for rows, others in _slices(base, other)]
+    parts = [_Softmax(base[part]).kl_to(_Softmax(other[part])) for part in _slices(base.shape)]
     return torch.cat(parts) if parts else base.new_zeros(0, dtype=torch.float64)
 
 
@@ -111,27 +111,29 @@ class Divergence:
     same_top: Values
 
     @classmethod
-    def of_rows(
-        cls, base: torch.Tensor, other: torch.Tensor, next_token_ids: torch.Tensor
-    ) -> Divergence:
-        """Compare rows.
+    def of_arms(
+        cls, base: torch.Tensor, others: Sequence[torch.Tensor], next_token_ids: torch.Tensor
+    ) -> list[Divergence]:
+        """Compare rows of several arms with those of one baseline.
 
         Args:
             base: logits `[num_rows, vocab_size]` of the baseline.
-            other: logits of the arm, of the same shape.
+            others: by arm, logits of the same shape.
             next_token_ids: int64 `[num_rows]`, the tokens that follow.
+
+        Returns:
+            One per arm.
         """
-        parts: list[torch.Tensor] = []
-        first = 0
-        for rows, others in _slices(base, other):
-            p, q = _Softmax(rows), _Softmax(others)
-            following = next_token_ids[first : first + len(rows), None]
-            first += len(rows)
-            same_top = (p.top == q.top).double()
-            values = (p.kl_to(q), q.logprobs(following), p.logprobs(following), same_top)
-            parts.append(torch.stack(values))
-        whole = torch.cat(parts, dim=1).cpu().numpy() if parts else numpy.zeros((4, 0))
-        return cls(*whole)
+        values = torch.empty(len(others), 4, len(base), dtype=torch.float64, device=base.device)
+        for part in _slices(base.shape):
+            following = next_token_ids[part, None]
+            p = _Softmax(base[part])
+            logprobs = p.logprobs(following)
+            for arm, rows in zip(values, others, strict=True):
+                q = _Softmax(rows[part])
+                same_top = (p.top == q.top).double()
+                arm[:, part] = torch.stack((p.kl_to(q), q.logprobs(following), logprobs, same_top))
+        return [cls(*arm) for arm in values.cpu().numpy()]
 
     @classmethod
     def concatenated(cls, parts: Sequence[Divergence]) -> Divergence:
@@ -212,10 +214,12 @@ class _Softmax:
         return means
 
 
-def _slices(base: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    size = max(1, _SLICE_SIZE // base.shape[-1])
-    for start in range(0, len(base), size):
-        yield base[start : start + size], other[start : start + size]
+def _slices(shape: Sequence[int]) -> Iterator[slice]:
+    """Of the rows of logits `[num_rows, vocab_size]`."""
+    num_rows, vocab_size = shape
+    size = max(1, _SLICE_SIZE // vocab_size)
+    for start in range(0, num_rows, size):
+        yield slice(start, start + size)
 
 
 def _standard_error(values: Values) -> float:
