@@ -1,8 +1,8 @@
 """Which sequences take part in a step, with how many tokens: continuous batching.
 
 Running sequences come first, oldest first, then new ones as far as token budget, sequence limit
-and blocks allow, and until the step has work enough. When the pool is full the youngest running sequence is preempted: its blocks are
-given up, and it is computed anew later, to the same tokens.
+and blocks allow, and until the step has work enough. When the pool is full the youngest running
+sequence is preempted: its blocks are given up, and it is computed anew later, to the same tokens.
 """
 
 from __future__ import annotations
