@@ -339,7 +339,8 @@ class LLMEngine:
             peak_bytes=peak_activation_bytes(
                 self.model,
                 self._largest_step(config),
-                scheduler.max_num_seqs + MAX_PROMPT_LOGPROBS_ROWS,
+                scheduler.max_num_seqs,
+                MAX_PROMPT_LOGPROBS_ROWS,
             ),
         )
 
