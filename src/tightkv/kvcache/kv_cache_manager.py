@@ -100,15 +100,20 @@ class KVCacheManager:
         self._allocations[seq_id] = _Allocation(tables, len(found))
         return len(found) * self.block_size
 
-    def allocate_slots(self, seq_id: str, num_tokens: int) -> bool:
-        """Make room for the first `num_tokens` tokens of a sequence; False: no room, no change."""
+    def allocate_slots(self, seq_id: str, num_tokens: int, *, num_reserved: int = 0) -> bool:
+        """Make room for the first `num_tokens` tokens of a sequence; False: no room, no change.
+
+        `num_reserved` free blocks must be left.
+        """
         tables = self._allocations[seq_id].block_tables
         missing = self.blocks_for(num_tokens) - len(tables[0])
-        if missing > self.num_free_blocks:
+        # Most steps need no block: they ask nobody.
+        if missing <= 0:
+            return True
+        if missing + num_reserved > self.num_free_blocks:
             return False
-        if missing > 0:
-            for pool, table in zip(self._pools, tables, strict=True):
-                table.extend(pool.allocate(missing))
+        for pool, table in zip(self._pools, tables, strict=True):
+            table.extend(pool.allocate(missing))
         return True
 
     def remember_blocks(
@@ -137,6 +142,11 @@ class KVCacheManager:
         """Blocks of each group that a sequence holds; 0 for one that waits."""
         allocation = self._allocations.get(seq_id)
         return len(allocation.block_tables[0]) if allocation else 0
+
+    def num_shared_blocks_of(self, seq_id: str) -> int:
+        """Blocks of a group that a sequence holds together with others."""
+        pool, table = self._pools[0], self._allocations[seq_id].block_tables[0]
+        return sum(pool.ref_count(block) > 1 for block in table)
 
     def block_letters(self) -> tuple[str, ...]:
         """Per group a letter for each block: `BlockPool.letters`."""
