@@ -28,6 +28,11 @@ _ENOUGH_PROMPT_TOKENS = 64
 with 64 of them, 1.26 with 256). Another prompt would not be done sooner, only make these wait."""
 
 
+_RESERVED_TOKENS = 64
+"""Tokens that every running sequence shall still have room for when another one begins. Measured in
+docs/scheduling.md: with less, more is lost to preemption; with more, fewer run at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
     """The next `num_tokens` uncomputed tokens of a sequence."""
@@ -151,7 +156,7 @@ class Scheduler:
         Nobody is preempted for one behind it: the first of all always comes to its end, then the
         next one is the first.
         """
-        behind = self.running[: index : -1]
+        behind = self.running[:index:-1]
         if not behind:
             return self.running[index]
         least_urgent = behind[0].rank[0]
@@ -217,7 +222,13 @@ class Scheduler:
         return budget.take(sequence, num_tokens)
 
     def _num_reserved_blocks(self) -> int:
-        return len(self.running)
+        """Blocks for the next tokens of those that run; 0 if none does."""
+        return sum(map(self._num_blocks_soon, self.running))
+
+    def _num_blocks_soon(self, sequence: Sequence) -> int:
+        end = min(sequence.num_tokens + _RESERVED_TOKENS, sequence.prompt_len + sequence.max_tokens)
+        held = self._manager.num_blocks_of(sequence.seq_id)
+        return max(0, self._manager.blocks_for(end) - held)
 
     def _chunk_size(self, sequence: Sequence, budget: _PromptBudget) -> int:
         """Prompt tokens of the sequence that still fit into the step; 0 if none."""
