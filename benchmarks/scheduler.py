@@ -6,9 +6,10 @@ overhead: scheduler and cache manager with 256 sequences that run, in a pool of 
 with room for all, and in one that is always full. Timed is all that a step of the engine asks of
 the two: schedule, offer the new blocks, let go of the finished.
 
-loss: requests that are all there at the start, as long as those of Azure's conversation trace,
-through pools of several sizes. The model's time is taken from the machine of docs/benchmarks.md
-(SmolLM2-135M, two cores): 12 ms a step, 1.05 ms a token, 0.7 ms per 1,000 cached tokens of a decode.
+loss: requests that are all there at the start go through pools of several sizes. Their lengths are
+those of Azure's conversation trace, or have longer answers. The model's time is estimated from the
+figures in docs/benchmarks.md (SmolLM2-135M, two cores): 12 ms a step, 1.05 ms a token, 0.7 ms per
+1,000 cached tokens.
 
 The last line is one JSON object.
 """
