@@ -21,7 +21,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -173,92 +173,86 @@ class Loss:
 
     Attributes:
         seconds: of the model, as estimated.
-        lost_tokens: computed more than once.
-        waste: lost tokens by all that were computed.
-        mean_running: sequences per step.
+        computed_twice: share of all computed tokens.
+        running: sequences per step.
     """
 
-    way: str
+    load: str
     num_blocks: int
     prefix_caching: bool
+    way: str
     seconds: float
     preemptions: int
-    lost_tokens: int
-    waste: float
-    mean_running: float
+    computed_twice: float
+    running: float
 
 
-def a_way(cost: Callable[[Scheduler, Sequence], int] | None, reserve: float) -> type[Scheduler]:
-    """A scheduler with another choice of victim, and so many blocks kept per running sequence."""
+class Youngest(Scheduler):
+    """Preempts the sequence that came last, whatever it costs."""
 
-    class Way(Scheduler):
-        def _cost(self, sequence: Sequence) -> int:
-            return super()._cost(sequence) if cost is None else cost(self, sequence)
-
-        def _num_reserved_blocks(self) -> int:
-            return round(reserve * len(self.running))
-
-    return Way
+    def _cost(self, sequence: Sequence) -> int:
+        return -sequence.rank[1]
 
 
-def youngest(scheduler: Scheduler, sequence: Sequence) -> int:
-    return -sequence.rank[1]
-
-
-WAYS: dict[str, type[Scheduler]] = {
-    "youngest, no reserve": a_way(youngest, 0),
-    "youngest, 1 block": a_way(youngest, 1),
-    "cheapest, no reserve": a_way(None, 0),
-    "cheapest, 1 block": a_way(None, 1),
-    "cheapest, 2 blocks": a_way(None, 2),
-    "cheapest, 4 blocks": a_way(None, 4),
-    "cheapest, 8 blocks": a_way(None, 8),
-    "as served": Scheduler,
+# Victim, and tokens reserved for each running sequence.
+WAYS: dict[str, tuple[type[Scheduler], int]] = {
+    "youngest, 0": (Youngest, 0),
+    "cheapest, 0": (Scheduler, 0),
+    "cheapest, 16": (Scheduler, 16),
+    "cheapest, 32": (Scheduler, 32),
+    "youngest, 64": (Youngest, 64),
+    "cheapest, 64": (Scheduler, 64),
+    "cheapest, 128": (Scheduler, 128),
+    "cheapest, 256": (Scheduler, 256),
 }
 
 
+def loads(num_requests: int) -> dict[str, list[Lengths]]:
+    source = random.Random(0)
+    return {
+        "Azure": draw_lengths(num_requests, seed=0),
+        "long answers": [
+            Lengths(source.randint(16, 64), source.randint(200, 800)) for _ in range(num_requests)
+        ],
+    }
+
+
 def measure_loss(num_requests: int) -> Iterator[Loss]:
-    requests = draw_lengths(num_requests, seed=0)
-    for num_blocks in (512, 1024, 2048, 4096):
-        for prefix_caching in (True, False):
-            for way, kind in WAYS.items():
-                simulation = Simulation(
-                    kind, num_blocks, max_num_seqs=64, prefix_caching=prefix_caching
-                )
-                yield _loss_of(way, simulation, requests, num_blocks, prefix_caching)
+    for load, requests in loads(num_requests).items():
+        for num_blocks in (512, 1024):
+            for prefix_caching in (True, False):
+                for way, (kind, num_reserved_tokens) in WAYS.items():
+                    simulation = Simulation(
+                        kind, num_blocks, max_num_seqs=64, prefix_caching=prefix_caching
+                    )
+                    simulation.scheduler.num_reserved_tokens = num_reserved_tokens
+                    seconds, num_computed, running = _run(simulation, requests)
+                    yield Loss(
+                        load,
+                        num_blocks,
+                        prefix_caching,
+                        way,
+                        seconds,
+                        simulation.stats.num_preemptions,
+                        1 - sum(each.prompt + each.answer - 1 for each in requests) / num_computed,
+                        running,
+                    )
 
 
-def _loss_of(
-    way: str,
-    simulation: Simulation,
-    requests: list[Lengths],
-    num_blocks: int,
-    prefix_caching: bool,
-) -> Loss:
+def _run(simulation: Simulation, requests: list[Lengths]) -> tuple[float, int, float]:
+    """Estimated seconds of the model, tokens it computes, sequences per step."""
     for lengths in requests:
         simulation.add(lengths)
-    seconds, num_tokens, num_chunks, num_steps = 0.0, 0, 0, 0
+    seconds, num_computed, num_chunks, num_steps = 0.0, 0, 0, 0
     while simulation.scheduler.has_work:
         chunks, _ = simulation.step()
-        tokens = sum(chunk.num_tokens for chunk in chunks)
-        cached = sum(chunk.sequence.num_computed_tokens for chunk in chunks)
-        seconds += 12e-3 + 1.05e-3 * tokens + 0.7e-6 * cached
-        num_tokens, num_chunks, num_steps = (
-            num_tokens + tokens,
-            num_chunks + len(chunks),
-            num_steps + 1,
-        )
-    lost = num_tokens - sum(each.prompt + each.answer - 1 for each in requests)
-    return Loss(
-        way,
-        num_blocks,
-        prefix_caching,
-        seconds,
-        simulation.stats.num_preemptions,
-        lost,
-        lost / num_tokens,
-        num_chunks / num_steps,
-    )
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        num_cached = sum(chunk.sequence.num_computed_tokens for chunk in chunks)
+        seconds += 12e-3 + 1.05e-3 * num_tokens + 0.7e-6 * num_cached
+        num_computed += num_tokens
+        num_chunks += len(chunks)
+        num_steps += 1
+    return seconds, num_computed, num_chunks / num_steps
 
 
 def main() -> None:

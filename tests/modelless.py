@@ -39,6 +39,7 @@ class Modelless:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 16,
         enable_chunked_prefill: bool = True,
+        num_reserved_tokens: int = 0,
     ) -> None:
         self.stats = EngineStats()
         self.config = SchedulerConfig(
@@ -48,6 +49,7 @@ class Modelless:
         )
         self.manager = KVCacheManager(num_groups, num_blocks, BLOCK_SIZE, b"", prefix_caching)
         self.scheduler = Scheduler(self.config, self.manager, self.stats)
+        self.scheduler.num_reserved_tokens = num_reserved_tokens
         self.unfinished: dict[str, list[Sequence]] = {}
         self.started: list[str] = []
         self._slots: list[dict[int, tuple[int, ...]]] = [{} for _ in range(num_groups)]
@@ -169,9 +171,7 @@ class Modelless:
             for position in range(sequence.num_computed_tokens):
                 assert slots[_slot(table, position)] == tuple(sequence.token_ids[: position + 1])
 
-    def _tables(
-        self, sequence: Sequence
-    ) -> Iterator[tuple[dict[int, tuple[int, ...]], list[int]]]:
+    def _tables(self, sequence: Sequence) -> Iterator[tuple[dict[int, tuple[int, ...]], list[int]]]:
         return zip(self._slots, self.manager.block_tables(sequence.seq_id), strict=True)
 
 

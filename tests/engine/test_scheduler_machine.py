@@ -26,9 +26,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_added = 0
 
     @initialize(
-        prefix_caching=st.booleans(), chunked=st.booleans(), num_groups=st.sampled_from([1, 2])
+        prefix_caching=st.booleans(),
+        chunked=st.booleans(),
+        num_groups=st.sampled_from([1, 2]),
+        num_reserved_tokens=st.sampled_from([0, 0, 8]),
     )
-    def choose(self, prefix_caching: bool, chunked: bool, num_groups: int) -> None:
+    def choose(
+        self, prefix_caching: bool, chunked: bool, num_groups: int, num_reserved_tokens: int
+    ) -> None:
         self.engine = Modelless(
             NUM_BLOCKS,
             num_groups=num_groups,
@@ -36,6 +41,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=6,
             max_num_batched_tokens=10,
             enable_chunked_prefill=chunked,
+            num_reserved_tokens=num_reserved_tokens,
         )
 
     @precondition(lambda self: len(self.engine.unfinished) < 8)

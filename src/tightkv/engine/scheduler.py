@@ -69,7 +69,11 @@ class _PromptBudget:
 
 
 class Scheduler:
-    """Holds the waiting and the running sequences, each in their order."""
+    """Holds the waiting and the running sequences, each in their order.
+
+    Attributes:
+        num_reserved_tokens: for which every running sequence shall have room when one begins.
+    """
 
     def __init__(
         self, config: SchedulerConfig, manager: KVCacheManager, stats: EngineStats
@@ -78,6 +82,7 @@ class Scheduler:
         self._manager = manager
         self._stats = stats
         self._num_added = 0
+        self.num_reserved_tokens = _RESERVED_TOKENS
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
@@ -226,7 +231,8 @@ class Scheduler:
         return sum(map(self._num_blocks_soon, self.running))
 
     def _num_blocks_soon(self, sequence: Sequence) -> int:
-        end = min(sequence.num_tokens + _RESERVED_TOKENS, sequence.prompt_len + sequence.max_tokens)
+        longest = sequence.prompt_len + sequence.max_tokens
+        end = min(sequence.num_tokens + self.num_reserved_tokens, longest)
         held = self._manager.num_blocks_of(sequence.seq_id)
         return max(0, self._manager.blocks_for(end) - held)
 
