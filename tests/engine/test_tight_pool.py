@@ -41,7 +41,9 @@ def jobs(count: int) -> list[Job]:
     ]
 
 
-def run(llm: LLM, todo: list[Job], abort_seed: int | None) -> tuple[list[tuple[int, ...]], set[int]]:
+def run(
+    llm: LLM, todo: list[Job], abort_seed: int | None
+) -> tuple[list[tuple[int, ...]], set[int]]:
     """Tokens of each request, some of which come later than others, and which were aborted."""
     engine, source, aborted = llm.engine, random.Random(abort_seed), set[int]()
     requests = []
