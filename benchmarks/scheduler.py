@@ -119,6 +119,7 @@ class Overhead:
     """Milliseconds per step and 64 running sequences."""
 
     work: str
+    running: float
     median: float
     p99: float
     first_quarter: float
@@ -139,23 +140,27 @@ def measure_overhead(num_steps: int, num_seqs: int) -> Iterator[Overhead]:
 
 def _overhead_of(work: str, simulation: Simulation, num_steps: int, num_seqs: int) -> Overhead:
     """Some sequences always wait, so that as many run as may."""
-    source, scheduler, times = random.Random(1), simulation.scheduler, []
+    source, scheduler = random.Random(1), simulation.scheduler
+    running: list[int] = []
+    times: list[float] = []
 
     def fill() -> None:
         while len(scheduler.waiting) < 32:
             simulation.add(Lengths(source.randint(32, 256), source.randint(64, 512)))
 
-    while len(scheduler.running) < num_seqs and not simulation.stats.num_preemptions:
+    for _ in range(3 * num_seqs):
         fill()
         simulation.step()
     before = simulation.stats.num_preemptions
     for _ in range(num_steps):
         fill()
         chunks, seconds = simulation.step()
+        running.append(len(chunks))
         times.append(seconds * 1e3 * 64 / len(chunks))
     quarter = len(times) // 4
     return Overhead(
         work,
+        statistics.fmean(running),
         statistics.median(times),
         statistics.quantiles(times, n=100)[98],
         statistics.median(times[:quarter]),
