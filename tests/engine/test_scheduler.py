@@ -10,6 +10,7 @@ import pytest
 
 from modelless import BLOCK_SIZE, Modelless
 from tightkv import LLM
+from tightkv.engine.scheduler import Scheduler
 from tiny_engine import GREEDY, prompts, tiny_llm
 from tiny_models import save_tiny_model
 
@@ -262,7 +263,7 @@ def test_a_preempted_sequence_keeps_its_place() -> None:
         (lambda s: s.waiting.append(s.running.pop()), "is running"),
     ],
 )
-def test_check_integrity_notices(break_it: Callable[[object], object], words: str) -> None:
+def test_check_integrity_notices(break_it: Callable[[Scheduler], object], words: str) -> None:
     engine = Modelless(64)
     for number in range(3):
         engine.add(str(number), prompt(5, seed=number), 3)
