@@ -96,12 +96,12 @@ def test_a_long_prompt_is_not_passed_by_a_stream_of_short_ones() -> None:
     before = count
     (long,) = engine.add("long", prompt(15 * BLOCK_SIZE), 4)
     steps = 0
-    while not long.is_finished:
+    # Those that ran end, 15 blocks of prompt come in chunks, then 4 tokens.
+    while not long.is_finished and steps < 40:
         add_short()
         engine.step()
         steps += 1
-    # Those that ran end, 15 blocks of prompt come in chunks, then 4 tokens.
-    assert steps < 40
+    assert long.is_finished
     first_after = engine.started.index("long/0") + 1
     assert engine.started.index(f"short {before}/0") < first_after
     assert all(int(name.split("/")[0].split()[1]) > before for name in engine.started[first_after:])
@@ -114,13 +114,13 @@ def test_a_sequence_that_is_preempted_again_and_again_ends() -> None:
         engine.add(f"long {number}", prompt(10, seed=number), 26)
     (short,) = engine.add("cheap", prompt(5, seed=9), 30)
     steps = 0
-    while not short.is_finished:
+    # Nothing that came later is before it: the work of the others and its own is a bound.
+    while not short.is_finished and steps < 5 * 36:
         engine.step()
         steps += 1
         engine.add(f"later {steps}", prompt(3, seed=10 + steps), 20)
+    assert short.is_finished
     assert short.num_preemptions > 0
-    # Nothing that came later is before it: the work of the others and its own is a bound.
-    assert steps < 5 * 36
 
 
 # ---- decodes ----

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tightkv import LLM, SamplingParams
+from tightkv.engine.request import Request
 from tightkv.formats import KV_CACHE_DTYPES
 from tiny_engine import tiny_llm
 from tiny_models import VOCAB_SIZE, save_tiny_model
@@ -46,7 +47,7 @@ def run(
 ) -> tuple[list[tuple[int, ...]], set[int]]:
     """Tokens of each request, some of which come later than others, and which were aborted."""
     engine, source, aborted = llm.engine, random.Random(abort_seed), set[int]()
-    requests = []
+    requests: list[Request] = []
     while len(requests) < len(todo) or engine.has_unfinished_requests:
         for prompt, params in todo[len(requests) : len(requests) + 2]:
             requests.append(engine.add_request(str(len(requests)), prompt, params))
