@@ -79,6 +79,11 @@ class CacheConfig:
         0.9, "share of the device's memory (on a CPU: of the free memory) for weights and KV cache"
     )
     enable_prefix_caching: bool = _option(True, "reuse the blocks of equal prompt beginnings")
+    debug_integrity: bool = _option(
+        False,
+        "check all that is noted about blocks after every step, and overwrite freed blocks; for "
+        "the search of faults",
+    )
     swap_space: float = _option(
         0.0, "GiB for blocks of preempted sequences; only 0: they are computed anew"
     )
@@ -93,6 +98,12 @@ class SchedulerConfig:
     max_num_batched_tokens: int = _option(1024, "most tokens in one step")
     enable_chunked_prefill: bool = _option(
         True, "cut long prompts into chunks that share a step with decodes"
+    )
+    scheduling_policy: str = _option(
+        "fcfs",
+        "which waiting request starts first: fcfs the one that came first, priority the one with "
+        "the lowest priority",
+        choices=("fcfs", "priority"),
     )
     seed: int = _option(0, "seed of requests that bring none")
 

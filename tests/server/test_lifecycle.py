@@ -189,6 +189,20 @@ def test_an_engine_that_dies_says_so(folder: Path) -> None:
         assert client.get("/state").json()["server"]["healthy"] is False
 
 
+def test_disorder_ends_the_engine_at_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not after some failed steps, as other errors do: what it would answer may be wrong."""
+    with live_server(folder, debug_integrity=True) as server, server.client() as client:
+        died = threading.Event()
+        server.serving.engine.on_death = died.set
+        assert client.post(COMPLETION, json={**LONG, "max_tokens": 3}).status_code == 200
+        server.call(lambda engine: engine.manager._pools[0].allocate(1))  # for nobody
+        answer = client.post(COMPLETION, json=LONG)
+        assert answer.status_code == 500
+        assert "IntegrityError" in answer.json()["error"]["message"]
+        assert died.wait(PATIENCE)
+        assert "leaks" in caplog.text
+
+
 POOL = ("--kv-cache-memory-bytes", "4M")
 
 

@@ -65,6 +65,10 @@ def check_config(config: EngineConfig) -> None:
             f"swap_space is {cache.swap_space:g}: preempted sequences are computed anew, not "
             "moved; leave it at 0."
         )
+    if scheduler.scheduling_policy not in ("fcfs", "priority"):
+        raise ConfigError(
+            f"Unknown scheduling_policy {scheduler.scheduling_policy!r}: choose fcfs or priority."
+        )
     check_skip_layers(cache)
     positive = {
         "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,
