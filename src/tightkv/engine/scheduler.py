@@ -111,8 +111,8 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate, preempting the youngest until it fits; False: the sequence was it."""
-        needed = sequence.num_computed_tokens + num_tokens
-        while not self._manager.allocate_slots(sequence.seq_id, needed):
+        computed = sequence.num_computed_tokens
+        while not self._manager.allocate_slots(sequence.seq_id, computed + num_tokens, computed):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -158,7 +158,7 @@ class Scheduler:
         num_tokens = self._chunk_size(sequence, budget)
         # Room for the whole of it, or it would be the next to be preempted.
         if num_tokens == 0 or not self._manager.allocate_slots(
-            sequence.seq_id, sequence.num_tokens
+            sequence.seq_id, sequence.num_tokens, num_cached
         ):
             self._manager.free(sequence.seq_id)
             sequence.num_computed_tokens = 0
