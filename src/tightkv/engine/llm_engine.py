@@ -343,7 +343,8 @@ class LLMEngine:
             peak_bytes=peak_activation_bytes(
                 self.model,
                 largest_step,
-                scheduler.max_num_seqs + MAX_PROMPT_LOGPROBS_ROWS,
+                scheduler.max_num_seqs,
+                MAX_PROMPT_LOGPROBS_ROWS,
             ),
         )
 
