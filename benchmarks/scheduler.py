@@ -51,14 +51,21 @@ class Simulation:
         kind: type[Scheduler],
         num_blocks: int,
         *,
-        num_groups: int = 1,
+        windows: tuple[int | None, ...] = (None,),
         max_num_seqs: int = 256,
         prefix_caching: bool = True,
     ) -> None:
         self.stats = EngineStats()
-        self.manager = KVCacheManager(num_groups, num_blocks, BLOCK_SIZE, b"", prefix_caching)
-        self._shares = prefix_caching
         config = SchedulerConfig(max_num_seqs=max_num_seqs)
+        self.manager = KVCacheManager(
+            windows,
+            num_blocks,
+            BLOCK_SIZE,
+            b"",
+            prefix_caching,
+            max_chunk=config.max_num_batched_tokens,
+        )
+        self._shares = prefix_caching
         self.scheduler = kind(config, self.manager, self.stats)
         self._random = random.Random(0)
         self._num_added = 0
@@ -129,12 +136,13 @@ class Overhead:
 
 def measure_overhead(num_steps: int, num_seqs: int) -> Iterator[Overhead]:
     roomy, full = num_seqs * 48, num_seqs * 16
-    for work, num_groups, num_blocks in (
-        ("1 group", 1, roomy),
-        ("2 groups", 2, roomy),
-        ("1 group, full pool", 1, full),
-    ):
-        simulation = Simulation(Scheduler, num_blocks, num_groups=num_groups, max_num_seqs=num_seqs)
+    works: tuple[tuple[str, tuple[int | None, ...], int], ...] = (
+        ("1 group", (None,), roomy),
+        ("5 groups, 4 with a window", (None, 512, 512, 512, 512), 5 * roomy),
+        ("1 group, full pool", (None,), full),
+    )
+    for work, windows, num_blocks in works:
+        simulation = Simulation(Scheduler, num_blocks, windows=windows, max_num_seqs=num_seqs)
         yield _overhead_of(work, simulation, num_steps, num_seqs)
 
 

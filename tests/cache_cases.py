@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,6 +13,8 @@ from tightkv.kernels import AttentionBatch, Backend, LayerCache, reshape_and_cac
 from tightkv.kernels.cpu import CpuBackend, available_isas
 
 ISAS = available_isas()
+NAN_BYTE = 0xFF
+"""Fills a NaN of every type of codes that has one."""
 
 
 def tensor_format(name: str) -> TensorFormat:
@@ -44,7 +46,7 @@ def new_cache(layout: BlockLayout, num_blocks: int, seed: int = 0) -> LayerCache
     """Blocks of zeros, with static factors where the formats have some."""
     generator = torch.Generator().manual_seed(seed)
     return LayerCache(
-        torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8),
+        torch.zeros(num_blocks, layout.stride, dtype=torch.uint8),
         layout,
         static_factors(layout.k_format, layout.num_kv_heads, layout.head_size, generator),
         static_factors(layout.v_format, layout.num_kv_heads, layout.value_size, generator),
@@ -188,3 +190,29 @@ def make_scene(
         [query_len for query_len, _ in lengths], [seq_len for _, seq_len in lengths], block_table
     )
     return Scene(cache, torch.cat(queries), batch)
+
+
+def without_passed_blocks(scene: Scene, window: int) -> Scene:
+    """The scene with the blocks that no query sees given to somebody who fills them with NaN.
+
+    They have id 0 in the block table, as a sequence leaves them when it gives them back.
+    """
+    layout, batch = scene.cache.layout, scene.batch
+    blocks = torch.cat([scene.cache.blocks[:1], scene.cache.blocks])
+    table = batch.block_table + 1
+    blocks[0] = NAN_BYTE
+    num_queries = batch.query_start_loc.diff()
+    for row, first_query in enumerate((batch.seq_lens - num_queries).tolist()):
+        passed = max(0, first_query - window + 1) // layout.block_size
+        blocks[table[row, :passed].long()] = NAN_BYTE
+        table[row, :passed] = 0
+    cache = replace(scene.cache, blocks=blocks)
+    return replace(scene, cache=cache, batch=replace(batch, block_table=table))
+
+
+def in_pages(cache: LayerCache) -> LayerCache:
+    """The same blocks, each in a page between other layers' bytes, which are NaN."""
+    layout = replace(cache.layout, page_bytes=cache.layout.block_bytes + 192, k_offset=128)
+    pages = torch.full((len(cache.blocks), layout.stride), NAN_BYTE, dtype=torch.uint8)
+    pages[:, layout.k_offset : layout.k_offset + layout.block_bytes] = cache.blocks
+    return replace(cache, blocks=pages, layout=layout)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from tightkv.metrics import (
     EngineSnapshot,
     EngineStats,
+    GroupSnapshot,
     LayerSnapshot,
     PoolSnapshot,
     RequestSnapshot,
@@ -99,13 +100,18 @@ def block_letters(num_blocks: int, seed: int = 0) -> str:
     return letters[:num_blocks]
 
 
+FULL = GroupSnapshot(sliding_window=None, num_used_blocks=80)
+
+
 def snapshot(
-    pools: tuple[PoolSnapshot, ...] = (), requests: tuple[RequestSnapshot, ...] = REQUESTS
+    blocks_of: PoolSnapshot | None = None,
+    requests: tuple[RequestSnapshot, ...] = REQUESTS,
+    groups: tuple[GroupSnapshot, ...] = (FULL,),
 ) -> EngineSnapshot:
-    """An engine of 174 blocks, unless other pools are given."""
-    pools = pools or (pool(174),)
-    blocks = pools[0].blocks
-    num_bytes = sum(pool.block_bytes for pool in pools) * len(blocks)
+    """An engine of 174 blocks, unless another pool is given."""
+    blocks_of = blocks_of or pool(174)
+    blocks = blocks_of.blocks
+    num_bytes = blocks_of.block_bytes * len(blocks)
     return EngineSnapshot(
         stats=EngineStats(prefix_cache_queries=1_421_460, prefix_cache_hits=611_227),
         num_running=sum(request.status == "running" for request in requests),
@@ -117,18 +123,17 @@ def snapshot(
         weight_bytes=269_060_552,
         peak_bytes=101_187_584,
         total_bytes=max(2 * 2**30, num_bytes + num_bytes // 4),
-        bytes_per_token=sum(pool.block_bytes for pool in pools) / BLOCK_SIZE,
+        bytes_per_token=len(groups) * blocks_of.block_bytes / BLOCK_SIZE,
+        blocks_for=lambda num_tokens: len(groups) * -(-num_tokens // BLOCK_SIZE),
         layers=layers(),
-        pools=pools,
+        groups=groups,
+        pool=blocks_of,
         requests=requests,
     )
 
 
-def pool(
-    num_blocks: int, sliding_window: int | None = None, block_bytes: int = BLOCK_BYTES
-) -> PoolSnapshot:
-    letters = block_letters(num_blocks, seed=sliding_window or 0)
-    return PoolSnapshot(sliding_window=sliding_window, block_bytes=block_bytes, blocks=letters)
+def pool(num_blocks: int, block_bytes: int = BLOCK_BYTES) -> PoolSnapshot:
+    return PoolSnapshot(block_bytes=block_bytes, blocks=block_letters(num_blocks))
 
 
 class Clock:

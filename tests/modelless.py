@@ -18,6 +18,8 @@ from tightkv.kvcache import KVCacheManager
 from tightkv.metrics import EngineStats
 
 BLOCK_SIZE = 4
+MAX_TOKENS = 64
+"""Of a sequence."""
 PARAMS = SamplingParams(detokenize=False)
 _NO_TOKENIZER = cast(PreTrainedTokenizerBase, None)  # PARAMS ask for none
 
@@ -34,7 +36,7 @@ class Modelless:
         self,
         num_blocks: int,
         *,
-        num_groups: int = 1,
+        windows: tuple[int | None, ...] = (None,),
         prefix_caching: bool = True,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 16,
@@ -47,12 +49,20 @@ class Modelless:
             max_num_batched_tokens=max_num_batched_tokens,
             enable_chunked_prefill=enable_chunked_prefill,
         )
-        self.manager = KVCacheManager(num_groups, num_blocks, BLOCK_SIZE, b"", prefix_caching)
+        self.manager = KVCacheManager(
+            windows,
+            num_blocks,
+            BLOCK_SIZE,
+            b"",
+            prefix_caching,
+            max_chunk=max_num_batched_tokens if enable_chunked_prefill else MAX_TOKENS,
+        )
         self.scheduler = Scheduler(self.config, self.manager, self.stats)
         self.scheduler.num_reserved_tokens = num_reserved_tokens
         self.unfinished: dict[str, list[Sequence]] = {}
         self.started: list[str] = []
-        self._slots: list[dict[int, tuple[int, ...]]] = [{} for _ in range(num_groups)]
+        self._windows = windows
+        self._slots: dict[int, tuple[int, ...]] = {}
 
     def add(
         self,
@@ -126,7 +136,7 @@ class Modelless:
         self.manager.check_integrity()
         self.scheduler.check_integrity()
         for sequence in self.scheduler.running:
-            self._check_slots(sequence)
+            self._check_slots(sequence, sequence.num_computed_tokens)
 
     @contextmanager
     def _checked_schedule(self) -> Iterator[list[ScheduledChunk]]:
@@ -154,26 +164,30 @@ class Modelless:
         sequence, completes = chunk.sequence, chunk.completes
         begin = sequence.num_computed_tokens
         end = begin + chunk.num_tokens
-        for slots, table in self._tables(sequence):
+        for group, table in enumerate(self.manager.block_tables(sequence.seq_id)):
             for position in range(begin, end):
-                slots[_slot(table, position)] = tuple(sequence.token_ids[: position + 1])
+                self._slots[_slot(table, position)] = _content(group, sequence, position)
         sequence.num_computed_tokens = end
-        self._check_slots(sequence)
+        self._check_slots(sequence, begin)
         if completes:
             # Few different tokens: blocks of different sequences shall often be equal.
             sequence.token_ids.append(sum(sequence.token_ids[-3:]) % 2)
             if sequence.num_output_tokens >= sequence.max_tokens:
                 sequence.finish("length")
 
-    def _check_slots(self, sequence: Sequence) -> None:
-        """What attention would read is what was computed after these tokens."""
-        for slots, table in self._tables(sequence):
-            for position in range(sequence.num_computed_tokens):
-                assert slots[_slot(table, position)] == tuple(sequence.token_ids[: position + 1])
-
-    def _tables(self, sequence: Sequence) -> Iterator[tuple[dict[int, tuple[int, ...]], list[int]]]:
-        return zip(self._slots, self.manager.block_tables(sequence.seq_id), strict=True)
+    def _check_slots(self, sequence: Sequence, begin: int) -> None:
+        """What queries from `begin` on would read is what was computed after these tokens."""
+        tables = self.manager.block_tables(sequence.seq_id)
+        for group, (window, table) in enumerate(zip(self._windows, tables, strict=True)):
+            first = 0 if window is None else max(0, begin - window + 1)
+            for position in range(first, sequence.num_computed_tokens):
+                found = self._slots[_slot(table, position)]
+                assert found == _content(group, sequence, position)
 
 
 def _slot(table: list[int], position: int) -> int:
     return table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+def _content(group: int, sequence: Sequence, position: int) -> tuple[int, ...]:
+    return group, *sequence.token_ids[: position + 1]

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tightkv.metrics import (
     EngineSnapshot,
     EngineStats,
+    GroupSnapshot,
     LayerSnapshot,
     PoolSnapshot,
     RequestStats,
@@ -45,21 +46,23 @@ SNAPSHOT = EngineSnapshot(
     num_waiting=5,
     block_size=16,
     num_blocks=8,
-    num_free_blocks=6,
+    num_free_blocks=5,
     max_model_len=40,
     weight_bytes=1000,
     peak_bytes=200,
     total_bytes=None,
     bytes_per_token=325.0,
+    blocks_for=lambda num_tokens: -(-num_tokens // 16) + min(-(-num_tokens // 16), 33),
     layers=(
         LayerSnapshot(layer_idx=0, group=0, k=_K, v=_V),
         LayerSnapshot(layer_idx=1, group=0, k=replace(_K, clip_rate=0.25), v=_V),
         LayerSnapshot(layer_idx=2, group=1, k=_WIDE, v=_WIDE),
     ),
-    pools=(
-        PoolSnapshot(sliding_window=None, block_bytes=2400, blocks="..us...c"),
-        PoolSnapshot(sliding_window=512, block_bytes=2000, blocks="u......."),
+    groups=(
+        GroupSnapshot(sliding_window=None, num_used_blocks=2),
+        GroupSnapshot(sliding_window=512, num_used_blocks=1),
     ),
+    pool=PoolSnapshot(block_bytes=2400, blocks="..us..uc"),
 )
 
 FINISHED = RequestStats(

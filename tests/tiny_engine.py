@@ -11,7 +11,7 @@ import torch
 from tightkv import LLM, SamplingParams
 from tightkv.config import ModelConfig
 from tightkv.models import LoadedModel, load_model
-from tiny_models import VOCAB_SIZE
+from tiny_models import VOCAB_SIZE, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
@@ -34,8 +34,8 @@ def tiny_llm(folder: Path, **options: Any) -> LLM:
     options = {**defaults, **options}
     model = loaded(folder)
     plan = LLM(model, kv_cache_memory_bytes=64 << 20, **options).engine.plan
-    num_blocks = -(-pool_tokens // plan.block_size)
-    return LLM(model, kv_cache_memory_bytes=num_blocks * plan.bytes_per_block, **options)
+    num_bytes = int(-(-pool_tokens // plan.block_size) * plan.block_size * plan.bytes_per_token)
+    return LLM(model, kv_cache_memory_bytes=num_bytes, **options)
 
 
 @lru_cache(maxsize=4)
@@ -54,6 +54,21 @@ def token_ids(
     assert manager.num_sequences == 0
     assert manager.num_free_blocks == manager.num_blocks
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def generate_with_transformers(model_type: str, prompt: list[int], **overrides: Any) -> list[int]:
+    """As many greedy tokens as `GREEDY` asks for."""
+    model = tiny_model(model_type, **overrides)
+    ids = torch.tensor([prompt])
+    generated = model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=GREEDY.max_tokens,
+        min_new_tokens=GREEDY.max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return list(map(int, generated[0, len(prompt) :]))
 
 
 def logits_by_position(

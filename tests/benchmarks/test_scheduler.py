@@ -16,7 +16,7 @@ def test_the_last_line_is_the_result(
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {row["work"] for row in result["overhead"]} == {
         "1 group",
-        "2 groups",
+        "5 groups, 4 with a window",
         "1 group, full pool",
     }
     assert all(0 < row["median"] <= row["p99"] for row in result["overhead"])

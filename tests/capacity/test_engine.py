@@ -75,6 +75,34 @@ def test_all_formats_and_mixes(folders: Path, model_type: str) -> None:
     assert part(planned, "activations") == pytest.approx(peak, rel=loose)
 
 
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text"])
+@pytest.mark.parametrize("pool", [100_000, POOL])
+def test_what_windows_leave_room_for(folders: Path, model_type: str, pool: int) -> None:
+    """Requests, their bytes and the longest one, with five layers of six with a window or all."""
+    kinds = [*["sliding_attention"] * 5, "full_attention"]
+    layers = {"num_hidden_layers": 6, "layer_types": kinds} if "gemma" in model_type else {}
+    folder = folders / f"windows {model_type}"
+    if not folder.is_dir():
+        save_tiny_model(folder, model_type, **{"sliding_window": 16, **layers})
+    options: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
+    planned = plan(
+        str(folder), kv_cache_dtypes=("auto", "int8"), kv_cache_memory_bytes=pool, **options
+    )
+    assert "note_window_tightkv" in {note.key for note in planned.notes}
+    for index, entry in enumerate(("auto", "int8")):
+        engine = engine_of(loaded(folder), entry, kv_cache_memory_bytes=pool, **options)
+        check(planned, index, engine)
+        formats, actual = planned.formats[index], engine.plan
+        assert formats.longest_context == actual.max_model_len
+        assert formats.request_bytes == actual.footprint.most(planned.settings.max_model_len)
+        assert engine.storage.num_bytes == formats.pool_bytes <= pool
+        # 512 tokens have 32 blocks, a window with a chunk at most 4.
+        full = 32 if layers else 0
+        assert engine.manager.blocks_for(512) == full + 4 * (
+            len(actual.footprint.groups) - bool(full)
+        )
+
+
 @pytest.mark.parametrize("layers", [("0",), ("-1",), ("sliding_window",)], ids=str)
 def test_skipped_layers(folders: Path, layers: tuple[str, ...]) -> None:
     folder = saved(folders, "gemma3_text")

@@ -5,24 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from tiny_engine import GREEDY, prompts, tiny_llm, token_ids
-from tiny_models import SPECIFIC, save_tiny_model, tiny_model
-
-
-def generate_with_transformers(model_type: str, prompt: list[int]) -> list[int]:
-    model = tiny_model(model_type)
-    ids = torch.tensor([prompt])
-    generated = model.generate(  # type: ignore[operator]
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=GREEDY.max_tokens,
-        min_new_tokens=GREEDY.max_tokens,
-        do_sample=False,
-        eos_token_id=None,
-    )
-    return list(map(int, generated[0, len(prompt) :]))
+from tiny_engine import generate_with_transformers, prompts, tiny_llm, token_ids
+from tiny_models import SPECIFIC, save_tiny_model
 
 
 @pytest.mark.parametrize("model_type", sorted(SPECIFIC))

@@ -23,7 +23,7 @@ def test_disorder_ends_the_step(folder: Path) -> None:
         llm = tiny_llm(folder, debug_integrity=debug)
         llm.engine.add_request("a", prompts(1)[0], GREEDY)
         llm.engine.step()
-        pool = llm.engine.manager._pools[0]
+        pool = llm.engine.manager._pool
         pool._ref_counts[pool.allocate(1)[0]] += 1
         if not debug:
             llm.engine.step()  # nobody looks
@@ -62,7 +62,7 @@ def test_a_freed_block_is_not_read_unnoticed(folder: Path, dtype: str) -> None:
         request = engine.add_request(f"poisoned {poisoned}", prompts(1)[0], GREEDY)
         for _ in range(5):
             engine.step()
-        pool, sequence = engine.manager._pools[0], request.sequences[0]
+        pool, sequence = engine.manager._pool, request.sequences[0]
         block = engine.manager.block_tables(sequence.seq_id)[0][1]
         pool.free([block])
         pool.touch([block])

@@ -16,9 +16,9 @@ from tiny_models import save_tiny_model
 SCALED = {"int8": 0.02, "fp8_e4m3": 0.01, "fp8_e5m2": 0.001}
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+@pytest.fixture(scope="module", params=["llama", "mistral", "gemma3_text"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model with one layer group, and one with two."""
+    """Models with one layer group, one of them with a window, and one with two."""
     return save_tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
 
@@ -61,6 +61,7 @@ def test_batch_chunks_prefix_cache_and_preemption(
                     pool_tokens=pool_tokens,
                     **options,
                 )
+                llm.engine.scheduler.num_reserved_tokens = 0
                 arm = (prefix_caching, chunked, pool_tokens)
                 assert token_ids(llm, prompts()) == expected, arm
                 assert token_ids(llm, prompts()) == expected, (*arm, "again")

@@ -174,7 +174,7 @@ def test_the_cheapest_of_the_least_urgent_is_preempted(
     engine.step()
     assert len(engine.scheduler.running) == 3
     # With nothing free each of them needs a block of another.
-    pool = engine.manager._pools[0]
+    pool = engine.manager._pool
     taken = pool.allocate(pool.num_free_blocks)
     assert engine.scheduler.schedule()
     assert [i for i, sequence in enumerate(sequences) if sequence.num_preemptions] == victims

@@ -28,15 +28,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         prefix_caching=st.booleans(),
         chunked=st.booleans(),
-        num_groups=st.sampled_from([1, 2]),
+        windows=st.sampled_from([(None,), (None, 6), (9,)]),
         num_reserved_tokens=st.sampled_from([0, 0, 8]),
     )
     def choose(
-        self, prefix_caching: bool, chunked: bool, num_groups: int, num_reserved_tokens: int
+        self,
+        prefix_caching: bool,
+        chunked: bool,
+        windows: tuple[int | None, ...],
+        num_reserved_tokens: int,
     ) -> None:
         self.engine = Modelless(
-            NUM_BLOCKS,
-            num_groups=num_groups,
+            NUM_BLOCKS * len(windows),
+            windows=windows,
             prefix_caching=prefix_caching,
             max_num_seqs=6,
             max_num_batched_tokens=10,

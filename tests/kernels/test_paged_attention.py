@@ -15,10 +15,13 @@ from cache_cases import (
     ISAS,
     Scene,
     finite_codes,
+    in_pages,
     make_batch,
     make_scene,
     new_cache,
     tensor_format,
+    without_passed_blocks,
+    write,
 )
 from tightkv.formats import BlockLayout, CodeType
 from tightkv.formats.base import CODE_TYPES
@@ -338,6 +341,43 @@ def test_block_order_and_garbage_do_not_matter(isa: str, name: str, block_size: 
     assert torch.equal(clean, result(ordered=False, garbage=False))
     assert torch.equal(clean, result(ordered=True, garbage=True))
     assert torch.equal(clean, result(ordered=False, garbage=True))
+
+
+PASSED = ((1, 17), (1, 520), (40, 301), (7, 64))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("window", [1, 33, 300])
+def test_blocks_before_the_window_are_not_read(isa: str, name: str, window: int) -> None:
+    scene = make_scene(k=name, v=name, lengths=PASSED, head_size=32)
+    params = params_for(scene, sliding_window=window)
+    passed = without_passed_blocks(scene, window)
+    assert torch.equal(attend(isa, passed, params), attend(isa, scene, params))
+
+
+def test_the_reference_does_not_read_blocks_before_the_window_either() -> None:
+    scene = make_scene(k="float16", v="float16", lengths=PASSED, head_size=32)
+    params = params_for(scene, sliding_window=33)
+    passed = without_passed_blocks(scene, 33)
+    for longer, is_finite in ((params, True), (replace(params, sliding_window=64), False)):
+        out = paged_attention(ReferenceBackend(), passed.query, passed.cache, passed.batch, longer)
+        assert out.isfinite().all() == is_finite
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_in_pages(isa: str, name: str) -> None:
+    """What lies between the blocks of a layer is neither read nor written."""
+    scene = make_scene(k=name, v=name, lengths=((1, 17), (40, 301)), head_size=32)
+    params = params_for(scene)
+    paged = replace(scene, cache=in_pages(scene.cache))
+    assert torch.equal(attend(isa, paged, params), attend(isa, scene, params))
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 16, 2, 32, generator=generator)
+    for cache in (scene.cache, paged.cache):
+        write(CpuBackend(isa), cache, key, value, torch.arange(16, 32))
+    assert torch.equal(in_pages(scene.cache).blocks, paged.cache.blocks)
 
 
 def test_garbage_is_really_there() -> None:

@@ -108,9 +108,11 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 BLOCK_SIZE = 4
-NUM_GROUPS = 2
+WINDOWS = (None, 6, 1)
+NUM_SHARED = 20
+MAX_CHUNK = 10
 # Few prompts, cut anywhere, so that beginnings are often equal and blocks repeat.
-PROMPTS = ([0] * 20, [1] * 20, [0] * 8 + [1] * 12)
+PROMPTS = ([0] * 30, [1] * 30, [0] * 8 + [1] * 22)
 
 
 @dataclass
@@ -124,6 +126,11 @@ class Running:
     num_computed: int = 0
 
 
+def first_seen(window: int | None, position: int) -> int:
+    """First position that queries from `position` on see."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """KVCacheManager with a cache that notes, in every slot, which token was computed after what.
 
@@ -134,17 +141,20 @@ class ManagerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.running: list[Running] = []
-        self.slots: list[dict[tuple[int, int], tuple[str, tuple[int, ...]]]] = [
-            {} for _ in range(NUM_GROUPS)
-        ]
+        self.slots: dict[tuple[int, int], tuple[int, str, tuple[int, ...]]] = {}
         self.prefix_caching = True
         self.num_started = 0
-        self.manager = KVCacheManager(NUM_GROUPS, 8, BLOCK_SIZE, b"seed")
+        self.manager = self.make_manager()
+
+    def make_manager(self) -> KVCacheManager:
+        return KVCacheManager(
+            WINDOWS, NUM_SHARED, BLOCK_SIZE, b"seed", self.prefix_caching, max_chunk=MAX_CHUNK
+        )
 
     @initialize(prefix_caching=st.booleans())
     def choose(self, prefix_caching: bool) -> None:
         self.prefix_caching = prefix_caching
-        self.manager = KVCacheManager(NUM_GROUPS, 8, BLOCK_SIZE, b"seed", prefix_caching)
+        self.manager = self.make_manager()
 
     def pick(self, data: st.DataObject) -> Running:
         return self.running[data.draw(st.integers(0, len(self.running) - 1))]
@@ -153,8 +163,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(
         request=st.sampled_from("ab"),
         prompt=st.sampled_from(PROMPTS),
-        cut=st.integers(1, 18),
-        count=st.integers(0, 18),
+        cut=st.integers(1, 28),
+        count=st.integers(0, MAX_CHUNK),
         remember=st.booleans(),
     )
     def start(self, request: str, prompt: list[int], cut: int, count: int, remember: bool) -> None:
@@ -162,7 +172,10 @@ class ManagerMachine(RuleBasedStateMachine):
         hasher = self.manager.new_hasher(request)
         sequence = Running(f"{request}-{self.num_started}", request, hasher, prompt[:cut])
         self.admit(sequence)
-        self.compute(sequence, count)
+        if not self.manager.allocate_slots(sequence.name, cut, sequence.num_computed):
+            self.finish_one(sequence)
+            return
+        assert self.compute(sequence, count)  # room was kept for all chunks
         if remember:
             self.remember(sequence)
 
@@ -175,38 +188,43 @@ class ManagerMachine(RuleBasedStateMachine):
         assert found <= limit
         sequence.num_computed = found
         self.running.append(sequence)
-        for position in range(found):
-            self.check_slot(sequence, position)
+        self.check_slots(sequence)
         if not self.prefix_caching:
             tables = self.manager.block_tables(sequence.name)
-            for slots, table in zip(self.slots, tables, strict=True):
-                assert {slots[block, 0][0] for block in table} <= {sequence.request}
+            for window, table in zip(WINDOWS, tables, strict=True):
+                seen = table[first_seen(window, found) // BLOCK_SIZE :]
+                assert {self.slots[block, 0][1] for block in seen} <= {sequence.request}
 
-    def check_slot(self, sequence: Running, position: int) -> None:
-        for slots, table in zip(self.slots, self.manager.block_tables(sequence.name), strict=True):
-            slot = (table[position // BLOCK_SIZE], position % BLOCK_SIZE)
-            assert slots[slot][1] == tuple(sequence.tokens[: position + 1])
-
-    def compute(self, sequence: Running, count: int) -> None:
-        """What a step does: allocate, then write K and V of the next tokens."""
-        name = sequence.name
-        end = min(sequence.num_computed + count, len(sequence.tokens))
-        before = [list(table) for table in self.manager.block_tables(name)]
-        free = self.manager.num_free_blocks
-        missing = max(0, -(-end // BLOCK_SIZE) - len(before[0]))
-        assert self.manager.allocate_slots(name, end) == (missing <= free)
-        tables = self.manager.block_tables(name)
-        if missing > free:
-            assert tables == before
-            assert self.manager.num_free_blocks == free
-            return
-        assert self.manager.num_free_blocks == free - missing
-        assert [table[: len(old)] for table, old in zip(tables, before, strict=True)] == before
-        for position in range(sequence.num_computed, end):
-            for slots, table in zip(self.slots, tables, strict=True):
+    def check_slots(self, sequence: Running, num_computed: int | None = None) -> None:
+        """All that queries from `num_computed` on see is there."""
+        begin = sequence.num_computed if num_computed is None else num_computed
+        tables = self.manager.block_tables(sequence.name)
+        for group, (window, table) in enumerate(zip(WINDOWS, tables, strict=True)):
+            for position in range(first_seen(window, begin), sequence.num_computed):
                 slot = (table[position // BLOCK_SIZE], position % BLOCK_SIZE)
-                slots[slot] = (sequence.request, tuple(sequence.tokens[: position + 1]))
+                assert self.slots[slot][::2] == (group, tuple(sequence.tokens[: position + 1]))
+
+    def compute(self, sequence: Running, count: int) -> bool:
+        """What a step does: allocate, then write K and V of the next tokens."""
+        name, begin = sequence.name, sequence.num_computed
+        end = min(begin + count, len(sequence.tokens))
+        lengths = [len(table) for table in self.manager.block_tables(name)]
+        missing = sum(max(0, -(-end // BLOCK_SIZE) - length) for length in lengths)
+        if not self.manager.allocate_slots(name, end, begin):
+            assert missing > self.manager.num_free_blocks
+            assert [len(table) for table in self.manager.block_tables(name)] == lengths
+            return False
+        tables = self.manager.block_tables(name)
+        for group, (window, table) in enumerate(zip(WINDOWS, tables, strict=True)):
+            held = len(table) - first_seen(window, begin) // BLOCK_SIZE
+            if window is not None:
+                assert held <= -(-(window + MAX_CHUNK) // BLOCK_SIZE) + 1
+            for position in range(begin, end):
+                slot = (table[position // BLOCK_SIZE], position % BLOCK_SIZE)
+                self.slots[slot] = (group, sequence.request, tuple(sequence.tokens[: position + 1]))
         sequence.num_computed = end
+        self.check_slots(sequence, begin)
+        return True
 
     def remember(self, sequence: Running) -> None:
         self.manager.remember_blocks(
@@ -214,10 +232,14 @@ class ManagerMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=5), count=st.integers(1, 10))
+    @rule(
+        data=st.data(),
+        tokens=st.lists(st.integers(0, 1), max_size=5),
+        count=st.integers(1, MAX_CHUNK),
+    )
     def advance(self, data: st.DataObject, tokens: list[int], count: int) -> None:
         sequence = self.pick(data)
-        if len(sequence.tokens) < 30:
+        if len(sequence.tokens) < 40:
             sequence.tokens += tokens
         self.compute(sequence, count)
         if data.draw(st.booleans()):
@@ -226,7 +248,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        sequence = self.pick(data)
+        self.finish_one(self.pick(data))
+
+    def finish_one(self, sequence: Running) -> None:
         self.running.remove(sequence)
         self.manager.free(sequence.name)
 
@@ -253,8 +277,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.check_integrity()
         assert self.manager.num_sequences == len(self.running)
         for sequence in self.running:
-            for position in range(sequence.num_computed):
-                self.check_slot(sequence, position)
+            self.check_slots(sequence)
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

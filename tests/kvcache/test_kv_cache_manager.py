@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tightkv.kvcache import KVCacheManager
@@ -10,8 +12,15 @@ from tightkv.kvcache.block_hash import BlockHasher
 PROMPT = list(range(50, 70))
 
 
-def make_manager(num_blocks: int = 10, num_groups: int = 1, **kwargs: bool) -> KVCacheManager:
-    return KVCacheManager(num_groups, num_blocks, 4, b"seed", **kwargs)
+def make_manager(
+    num_blocks: int = 10,
+    windows: Sequence[int | None] = (None,),
+    enable_prefix_caching: bool = True,
+    max_chunk: int = 100,
+) -> KVCacheManager:
+    return KVCacheManager(
+        windows, num_blocks, 4, b"seed", enable_prefix_caching, max_chunk=max_chunk
+    )
 
 
 def run(
@@ -57,7 +66,7 @@ def test_check_integrity_notices_a_block_that_must_not_be_shared(index: int, wor
     run(manager, "a", [*PROMPT, 1])
     run(manager, "b", [*PROMPT[::-1], 1])
     mine, others = manager.block_tables("b")[0], manager.block_tables("a")[0]
-    pool = manager._pools[0]
+    pool = manager._pool
     pool.free([mine[index]])
     mine[index] = others[index]
     pool.touch([others[index]])
@@ -129,7 +138,7 @@ def test_with_prefix_caching_the_request_does_not_matter() -> None:
 
 def test_managers_with_other_seeds_have_other_names() -> None:
     names = [
-        KVCacheManager(1, 4, 4, seed, True).new_hasher("r").full_blocks(PROMPT, 20)
+        KVCacheManager((None,), 4, 4, seed, max_chunk=1).new_hasher("r").full_blocks(PROMPT, 20)
         for seed in (b"int8", b"fp8")
     ]
     assert not set(names[0]) & set(names[1])
@@ -201,7 +210,7 @@ def test_free_twice_is_harmless() -> None:
 
 
 def test_groups_have_tables_of_their_own() -> None:
-    manager = make_manager(num_groups=2)
+    manager = make_manager(12, windows=(None, None))
     run(manager, "a", PROMPT)
     assert run(manager, "b", [*PROMPT, 1])[0] == 20
     a, b = manager.block_tables("a"), manager.block_tables("b")
@@ -209,6 +218,8 @@ def test_groups_have_tables_of_their_own() -> None:
     for group in range(2):
         assert a[group] == b[group][:5]
         assert len(set(b[group])) == 6
+    assert not set(b[0]) & set(b[1])
+    assert manager.num_free_blocks == 0
 
 
 def test_reset_forgets_all_content_but_takes_no_block() -> None:
@@ -229,3 +240,109 @@ def test_check_integrity_notices_a_leak() -> None:
     manager.block_tables("a")[0].pop()
     with pytest.raises(AssertionError, match="leaks"):
         manager.check_integrity()
+
+
+# ---- windows; blocks of 4 tokens ----
+
+LONG = list(range(100, 140))
+
+
+def test_blocks_before_the_window_are_given_back() -> None:
+    """The query at 12 sees the keys from 7 on, which lie in block 1."""
+    manager = make_manager(windows=(6,), max_chunk=4)
+    hasher = manager.new_hasher("a")
+    manager.get_computed_blocks("a", hasher, LONG, 39)
+    for computed in range(0, 40, 4):
+        assert manager.allocate_slots("a", computed + 4, computed)
+        passed = max(0, computed - 5) // 4
+        (table,) = manager.block_tables("a")
+        assert table[:passed] == [0] * passed
+        assert len(table) == computed // 4 + 1
+        assert manager.num_blocks_of("a") == len(table) - passed <= 3
+        assert manager.num_used_blocks() == (manager.num_blocks_of("a"),)
+        manager.check_integrity()
+    manager.free("a")
+    assert manager.num_free_blocks == 10
+
+
+def test_a_whole_prompt_gets_room_for_its_largest_chunk() -> None:
+    """20 tokens of full attention, and a window of 6 with chunks of 4: 9 tokens in 3 blocks."""
+    manager = make_manager(8, windows=(None, 6), max_chunk=4)
+    hasher = manager.new_hasher("a")
+    manager.get_computed_blocks("a", hasher, PROMPT, 19)
+    assert manager.allocate_slots("a", 20, 0)
+    assert [len(table) for table in manager.block_tables("a")] == [5, 3]
+    assert manager.num_free_blocks == 0
+    for computed in range(0, 20, 4):
+        assert manager.allocate_slots("a", computed + 4, computed)
+    assert not manager.allocate_slots("a", 40, 20)
+
+
+def filled(windows: tuple[int | None, ...], num_blocks: int) -> KVCacheManager:
+    """A pool in which a sequence has computed `LONG` chunk by chunk, and has ended."""
+    manager = make_manager(num_blocks, windows, max_chunk=4)
+    hasher = manager.new_hasher("a")
+    manager.get_computed_blocks("a", hasher, LONG, 39)
+    for computed in range(0, 40, 4):
+        assert manager.allocate_slots("a", computed + 4, computed)
+        manager.remember_blocks("a", hasher, LONG, computed + 4)
+    manager.free("a")
+    return manager
+
+
+@pytest.mark.parametrize("windows", [(6,), (None, 6), (6, None), (6, 2, None)])
+def test_blocks_that_have_left_the_window_are_found_while_nobody_takes_them(
+    windows: tuple[int | None, ...],
+) -> None:
+    manager = filled(windows, 10 * len(windows))
+    for length in (40, 24, 4):
+        assert hits(manager, LONG[:length]) == length
+    manager.get_computed_blocks("b", manager.new_hasher("b"), LONG, 39)
+    held = {None: 9, 6: 2, 2: 1}  # the query at 36 sees the keys from 31, and from 35 on
+    assert manager.num_used_blocks() == tuple(held[window] for window in windows)
+    manager.check_integrity()
+
+
+def test_the_longest_beginning_whose_window_is_there() -> None:
+    """Three blocks hold the end only; in ten, the first three are taken by another sequence."""
+    end = filled((6,), 3)
+    assert [hits(end, LONG[:length]) for length in (40, 36, 32)] == [40, 36, 0]
+    manager = filled((6,), 10)
+    hasher = manager.new_hasher("x")
+    manager.get_computed_blocks("x", hasher, [1], 0)
+    assert manager.allocate_slots("x", 12, 0)  # the blocks freed longest ago: 0, 1 and 2
+    assert [hits(manager, LONG[:length]) for length in (12, 16, 20, 40)] == [0, 0, 20, 40]
+
+
+def test_every_group_must_serve_the_beginning() -> None:
+    """A window's blocks do not help where the full ones are gone, nor the other way round."""
+    manager = filled((None, 6), 20)
+    full = [manager._find(0, name) for name in manager.new_hasher("").full_blocks(LONG, 40)]
+    assert None not in full
+    manager._pool._forget(full[7])  # type: ignore[arg-type]
+    assert hits(manager, LONG) == 28
+    window = manager._find(1, manager.new_hasher("").full_blocks(LONG, 40)[6])
+    manager._pool._forget(window)  # type: ignore[arg-type]
+    assert hits(manager, LONG) == 24
+    full_2 = manager._find(0, manager.new_hasher("").full_blocks(LONG, 40)[2])
+    manager._pool._forget(full_2)  # type: ignore[arg-type]
+    assert hits(manager, LONG) == 8
+
+
+def test_blocks_that_go_to_another_group_are_cleared() -> None:
+    cleared: list[int] = []
+    manager = KVCacheManager((None, 6), 4, 4, b"seed", max_chunk=4, clear=cleared.extend)
+
+    def tables_of(seq_id: str, num_tokens: int) -> list[list[int]]:
+        manager.get_computed_blocks(seq_id, manager.new_hasher(seq_id), PROMPT, 0)
+        assert manager.allocate_slots(seq_id, num_tokens)
+        return manager.block_tables(seq_id)
+
+    first = [list(table) for table in tables_of("a", 8)]
+    assert [len(table) for table in first] == [2, 2]
+    assert cleared == []  # zeros from the start
+    manager.free("a")
+    second = tables_of("b", 8)
+    changed = set(second[0]) & set(first[1]) | set(second[1]) & set(first[0])
+    assert set(cleared) == changed
+    assert changed

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from tightkv.formats import Granularity, TensorFormat, TensorScale, resolve_format
 from tightkv.kernels.ops import ReferenceBackend
-from tightkv.kvcache import KVCacheSpec, KVCacheStorage, group_layers
+from tightkv.kvcache import (
+    KVCacheSpec,
+    KVCacheStorage,
+    LayerGroup,
+    are_alike,
+    group_layers,
+)
 
 TWO_FACTOR = TensorScale(torch.ones(2, 64), dynamic=True)
 STATIC = TensorScale(torch.tensor(1.0))
@@ -88,25 +96,71 @@ def test_predicted_bytes_are_allocated_bytes(k: str, v: str) -> None:
         make_spec(1, v, k, value_size=17, sliding_window=7),
         make_spec(2, "float16", "int8 static", head_size=40),
     ]
-    groups = group_layers(specs)
-    storage = KVCacheStorage(groups, 5, torch.device("cpu"), ReferenceBackend())
-    assert storage.num_bytes == 5 * sum(spec.block_bytes for spec in specs)
-    assert storage.num_bytes == 5 * sum(group.block_bytes for group in groups)
-    for spec in specs:
-        blocks = storage.layer(spec.layer_idx).blocks
-        assert blocks.untyped_storage().nbytes() == 5 * spec.block_bytes
+    for chosen in (specs, specs[::2]):
+        groups = group_layers(chosen)
+        storage = KVCacheStorage(groups, 5, torch.device("cpu"), ReferenceBackend())
+        assert storage.num_bytes == 5 * groups[0].page_bytes
+        tensors = {storage.layer(spec.layer_idx).blocks for spec in chosen}
+        sizes = {blocks.untyped_storage().data_ptr(): blocks.nbytes for blocks in tensors}
+        assert sum(sizes.values()) == storage.num_bytes
+        for group in groups:
+            assert group.page_bytes >= group.block_bytes
 
 
-def test_groups_are_kinds_of_attention_in_order_of_appearance() -> None:
-    windows = [128, 128, None, 512, 128, None]
+def test_one_kind_of_attention_is_one_group_without_padding() -> None:
+    for window in (None, 128):
+        specs = [make_spec(index, k, sliding_window=window) for index, k in enumerate(FORMATS)]
+        (group,) = group_layers(specs)
+        assert (group.sliding_window, group.specs) == (window, tuple(specs))
+        assert group.page_bytes == group.block_bytes == sum(spec.block_bytes for spec in specs)
+        assert group.layouts == tuple(spec.layout for spec in specs)
+
+
+def by_layer(groups: Sequence[LayerGroup]) -> list[tuple[int | None, list[int]]]:
+    return [(group.sliding_window, [spec.layer_idx for spec in group.specs]) for group in groups]
+
+
+def test_kinds_are_cut_into_groups_of_the_same_size() -> None:
+    windows = [128, 128, None, 128, 128, None]
     specs = [make_spec(index, sliding_window=window) for index, window in enumerate(windows)]
     groups = group_layers(specs)
-    assert [group.sliding_window for group in groups] == [128, None, 512]
-    assert [[spec.layer_idx for spec in group.specs] for group in groups] == [
-        [0, 1, 4],
-        [2, 5],
-        [3],
-    ]
+    assert by_layer(groups) == [(128, [0, 3]), (128, [1, 4]), (None, [2, 5])]
+    assert {group.page_bytes for group in groups} == {2 * specs[0].block_bytes}
+    assert are_alike(groups)
+
+
+@pytest.mark.parametrize(
+    ("full", "window", "groups", "layers_of_a_page"),
+    [
+        (21, 21, 2, 21),  # Gemma-2-9B
+        (12, 12, 2, 12),  # gpt-oss-20b
+        (3, 15, 6, 3),  # Gemma-3-270M
+        (4, 22, 13, 2),  # Gemma-3-1B
+        (10, 52, 13, 5),  # Gemma-3-27B
+        (1, 40, 15, 3),  # no more than 16 groups: two thirds of the full layer's are padding
+    ],
+)
+def test_pages_of_public_models(full: int, window: int, groups: int, layers_of_a_page: int) -> None:
+    specs = [make_spec(index, sliding_window=4096) for index in range(window)]
+    specs += [make_spec(window + index) for index in range(full)]
+    made = group_layers(specs)
+    assert len(made) == groups
+    assert made[0].page_bytes == layers_of_a_page * specs[0].block_bytes
+    seen = sorted(spec.layer_idx for group in made for spec in group.specs)
+    assert seen == list(range(full + window))
+
+
+def test_layers_of_other_formats_fill_pages_too() -> None:
+    """Two layers of 16 bits with a window, four of 8 bits without: one page takes either."""
+    specs = [make_spec(index, sliding_window=128) for index in range(2)]
+    specs += [make_spec(index, "int8 static", "int8 static") for index in range(2, 6)]
+    groups = group_layers(specs)
+    assert by_layer(groups) == [(128, [0, 1]), (None, [2, 3, 4, 5])]
+    assert [group.block_bytes for group in groups] == [groups[0].page_bytes] * 2
+    assert not are_alike(groups)
+    offsets = [layout.k_offset for layout in groups[1].layouts]
+    assert offsets == [index * specs[2].block_bytes for index in range(4)]
+    assert {layout.stride for layout in groups[1].layouts} == {groups[0].page_bytes}
 
 
 def test_formats_may_differ_inside_a_group() -> None:

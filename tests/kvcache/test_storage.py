@@ -95,9 +95,9 @@ def test_two_groups_and_a_shared_layer() -> None:
     torch.testing.assert_close(storage.attend(1, q, step, PARAMS), full_attention(q, k1, v1))
     assert torch.equal(storage.attend(2, q, step, PARAMS), storage.attend(1, q, step, PARAMS))
 
-    for layer, table in ((0, TABLES[0]), (1, TABLES[1])):
-        used = storage.layer(layer).blocks.any(dim=1).nonzero().flatten().tolist()
-        assert used == sorted(table)
+    used = before.any(dim=1).nonzero().flatten().tolist()
+    assert used == sorted(TABLES[0] + TABLES[1])
+    assert storage.layer(0).blocks is storage.layer(1).blocks
 
 
 def test_groups_keep_to_their_own_block_table() -> None:
@@ -105,12 +105,53 @@ def test_groups_keep_to_their_own_block_table() -> None:
     step = metadata(20)
     x = torch.randn(20, HEADS, SIZE, generator=torch.Generator().manual_seed(0))
     for layer in (0, 1):
-        storage.write(layer, x, x, step)
+        storage.write(layer, x + layer, x - layer, step)
     swapped = replace(step, batches=step.batches[::-1])
     right = storage.attend(1, x, step, PARAMS)
     assert not torch.equal(storage.attend(1, x, swapped, PARAMS), right)
     expected = paged_attention(ReferenceBackend(), x, storage.layer(1), step.batches[1], PARAMS)
     torch.testing.assert_close(right, expected)
+
+
+MIXED: dict[int, tuple[str, int | None]] = {
+    0: ("float16", 8),
+    1: ("int8_per_token_head", None),
+    2: ("float32", None),
+    3: ("fp8_e5m2", 8),
+    4: ("int8_per_token_head", None),
+}
+
+
+def test_layers_of_a_page_do_not_touch_each_other() -> None:
+    """Each layer reads what it wrote, whatever the others of its page have written since."""
+    storage, apart = make_storage(MIXED), {}
+    step = metadata(20)
+    batches = [step.batches[index % 2] for index in range(len(storage.groups))]
+    slots = [step.slot_mappings[index % 2] for index in range(len(storage.groups))]
+    step = replace(step, batches=tuple(batches), slot_mappings=tuple(slots))
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(20, HEADS, SIZE, generator=generator)
+    shared = [group for group in storage.groups if len(group.specs) > 1]
+    assert shared
+    for group in shared[:1]:
+        for spec in group.specs:
+            x = torch.randn(2, 20, HEADS, SIZE, generator=generator)
+            storage.write(spec.layer_idx, x[0], x[1], step)
+            alone = make_storage({spec.layer_idx: MIXED[spec.layer_idx]})
+            index = storage.groups.index(group)
+            own = replace(step, batches=(batches[index],), slot_mappings=(slots[index],))
+            alone.write(spec.layer_idx, x[0], x[1], own)
+            apart[spec.layer_idx] = alone.attend(spec.layer_idx, query, own, PARAMS)
+    for layer, expected in apart.items():
+        assert torch.equal(storage.attend(layer, query, step, PARAMS), expected)
+
+
+def test_cleared_blocks_are_zeros() -> None:
+    storage = make_storage(MIXED)
+    storage.layer(0).blocks.fill_(0xFF)
+    storage.clear([1, 4])
+    zeros = [block for block in range(NUM_BLOCKS) if not storage.layer(0).blocks[block].any()]
+    assert zeros == [1, 4]
 
 
 def test_scales_reach_the_kernels() -> None:

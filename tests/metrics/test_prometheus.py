@@ -76,8 +76,8 @@ def test_counts_of_the_engine() -> None:
     expected = {
         "vllm:num_requests_running": 3,
         "vllm:num_requests_waiting": 5,
-        "vllm:kv_cache_usage_perc": 0.25,
-        "vllm:gpu_cache_usage_perc": 0.25,
+        "vllm:kv_cache_usage_perc": 0.375,
+        "vllm:gpu_cache_usage_perc": 0.375,
         "vllm:prompt_tokens_total": 70,
         "vllm:generation_tokens_total": 30,
         "vllm:prefix_cache_queries_total": 100,
@@ -88,15 +88,18 @@ def test_counts_of_the_engine() -> None:
     }
     assert {name: value(metrics, name) for name in expected} == expected
     assert value(metrics, "vllm:cache_config_info", block_size="16", cache_dtype="int8") == 1
-    assert value(metrics, "tightkv:memory_bytes", part="kv_cache") == 8 * 2400 + 8 * 2000
+    assert value(metrics, "tightkv:memory_bytes", part="kv_cache") == 8 * 2400
 
 
 def test_bytes_by_format() -> None:
     metrics = server_metrics()
     allocated, used = "tightkv:kv_cache_allocated_bytes", "tightkv:kv_cache_used_bytes"
-    assert value(metrics, allocated, format="int8", tensor="k") == 2 * 8 * 600
-    assert value(metrics, allocated, format="fp8_e4m3", tensor="v") == 2 * 8 * 600
-    assert value(metrics, allocated, format="float16", tensor="v") == 8 * 1000
+    # A token takes 2400 bytes of the first group and 2000 of the second.
+    share = pytest.approx(8 * 2400 * 1200 / 4400)
+    assert value(metrics, allocated, format="int8", tensor="k") == share
+    assert value(metrics, allocated, format="fp8_e4m3", tensor="v") == share
+    share = pytest.approx(8 * 2400 * 1000 / 4400)
+    assert value(metrics, allocated, format="float16", tensor="v") == share
     assert value(metrics, used, format="int8", tensor="k") == 2 * 2 * 600
     assert value(metrics, used, format="float16", tensor="k") == 1000
     # Of 1800 bytes of K per block id, 1200 at 8.125 and 1000 at 16 bits per value.
@@ -162,15 +165,16 @@ def test_a_single_token_has_no_time_per_token() -> None:
 def test_requests_that_still_fit() -> None:
     metrics = server_metrics()
     fit = "tightkv:requests_that_fit"
-    assert value(metrics, fit) == 6 // 3  # none has finished: 40 tokens, in blocks of 16
+    # None has finished: 40 tokens, in blocks of 16, in two groups.
+    assert value(metrics, fit) == 5 // 6
     for num_prompt_tokens in (9, 11, 500):
         metrics.on_finished(replace(FINISHED, num_prompt_tokens=num_prompt_tokens))
     assert value(metrics, "tightkv:typical_request_tokens") == 11 + 5
-    assert value(metrics, fit) == 6
+    assert value(metrics, fit) == 5 // 2
     for _ in range(256):
         metrics.on_finished(replace(FINISHED, num_prompt_tokens=12))
     assert value(metrics, "tightkv:typical_request_tokens") == 17
-    assert value(metrics, fit) == 3
+    assert value(metrics, fit) == 5 // 4
 
 
 def test_quality() -> None:
@@ -225,10 +229,13 @@ def test_the_bytes_of_a_real_engine_add_up_to_its_pool(tmp_path: Path) -> None:
     metrics = server_metrics(lambda: snapshot)
     allocated = samples(metrics)["tightkv:kv_cache_allocated_bytes"]
     assert {own["format"] for own, _ in allocated} == {"int8", "fp8_e4m3", "float32"}
-    assert sum(v for _, v in allocated) == engine.plan.pool_bytes == engine.storage.num_bytes
+    assert engine.plan.pool_bytes == engine.storage.num_bytes
+    assert sum(v for _, v in allocated) == pytest.approx(engine.plan.pool_bytes)
     used = sum(v for _, v in samples(metrics)["tightkv:kv_cache_used_bytes"])
+    blocks = zip(engine.storage.groups, engine.manager.num_used_blocks(), strict=True)
+    assert used == sum(group.block_bytes * count for group, count in blocks) > 0
     num_used = engine.manager.num_blocks - engine.manager.num_free_blocks
-    assert used == num_used * engine.plan.bytes_per_block > 0
+    assert sum(engine.manager.num_used_blocks()) == num_used
 
 
 def _series(metric: Metric) -> Iterator[str]:

@@ -153,6 +153,34 @@ def test_the_longest_context_is_what_the_pool_holds() -> None:
     assert plan.formats[0].longest_context == 15 * 16
 
 
+def test_pages_of_tightkv_and_their_padding() -> None:
+    """Three layers with a window of 64 and one without: pages of one layer, 16 KiB a block."""
+    windows = choice("bfloat16", (64, 64, 64, None))
+    options: dict[str, Any] = {
+        "hardware": "host",
+        "engine": "tightkv",
+        "kv_cache_memory_bytes": 1000 * 16384 + 1,
+        "max_num_seqs": 1000,
+        "max_num_batched_tokens": 256,
+        "gpu_memory_utilization": 1.0,
+    }
+    model = replace(MODEL, weight_bytes=(0, 0, 0))
+    plan = planned(choices=(windows,), model=model, **options)
+    (formats,) = plan.formats
+    assert (formats.bytes_per_block, formats.num_blocks, formats.padding) == (16384, 1000, 0)
+    assert formats.num_tokens.best == 250 * 16
+    # 64 + 256 - 1 tokens lie in 21 blocks at most, and 64 in 5 while a request decodes.
+    assert formats.request_bytes == (512 + 3 * 21) * 16384
+    assert formats.requests_at_max_len == pytest.approx(1 + (1000 - 575) / (512 + 15))
+    assert "note_padding" not in {note.key for note in plan.notes}
+    # 4,096 and 4 x 2,080 bytes a token: a page takes three layers of 8 bits or one of 16.
+    narrow = choice("int8", (None,) * 2).specs
+    mixed = replace(windows, specs=(*choice("bfloat16", (64,)).specs, *narrow, *narrow))
+    (formats,) = planned(choices=(mixed,), model=model, **options).formats
+    used = formats.bytes_per_token * (1 - formats.padding)
+    assert used == pytest.approx(1024 + 4 * 2 * 2 * 130)
+
+
 def test_decode_is_a_roofline() -> None:
     """64 requests of 1,000 tokens: 10 GiB of weights, of which 8 experts are all touched."""
     plan = planned("bfloat16")

@@ -195,7 +195,7 @@ def test_disorder_ends_the_engine_at_once(folder: Path, caplog: pytest.LogCaptur
         died = threading.Event()
         server.serving.engine.on_death = died.set
         assert client.post(COMPLETION, json={**LONG, "max_tokens": 3}).status_code == 200
-        server.call(lambda engine: engine.manager._pools[0].allocate(1))  # for nobody
+        server.call(lambda engine: engine.manager._pool.allocate(1))  # for nobody
         answer = client.post(COMPLETION, json=LONG)
         assert answer.status_code == 500
         assert "IntegrityError" in answer.json()["error"]["message"]

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from engine_states import BLOCK_BYTES, pool, snapshot, state
+from engine_states import BLOCK_BYTES, FULL, pool, snapshot, state
 from page_server import PageServer, page_server
+from tightkv.metrics import GroupSnapshot
 from tightkv.server.state import QualitySummary
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -35,7 +36,8 @@ ARGUMENTS = [
 QUALITY = QualitySummary(
     sample_rate=0.01, num_requests=37, num_tokens=4120, mean_kl=0.000431, same_top=0.9896
 )
-TWO_POOLS = snapshot((pool(20_000, None, BLOCK_BYTES // 6), pool(20_000, 512, BLOCK_BYTES)))
+WINDOW = GroupSnapshot(sliding_window=512, num_used_blocks=7000)
+TWO_KINDS = snapshot(pool(20_000, BLOCK_BYTES // 6), groups=(FULL, WINDOW, WINDOW))
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def test_it_refreshes_without_moving(server: PageServer, watched: Watched) -> No
     page = watched.open(server)
     expect(page.locator("#requests tr")).to_have_count(4)
     before = _places(page)
-    server.state = state(snapshot((pool(174),), requests=()))
+    server.state = state(snapshot(requests=()))
     expect(page.locator("#no-requests")).to_be_visible()
     expect(page.locator("#requests-count")).to_contain_text("0 running, 0 waiting")
     assert _places(page) == before
@@ -125,12 +127,14 @@ def test_text_of_the_server_is_never_markup(server: PageServer, watched: Watched
 
 
 def test_many_blocks_of_two_groups(server: PageServer, watched: Watched) -> None:
-    server.state = state(TWO_POOLS)
+    server.state = state(TWO_KINDS)
     page = watched.open(server)
-    expect(page.locator(".pool")).to_have_count(2)
-    expect(page.locator(".pool h3").nth(1)).to_have_text("Sliding window of 512 tokens")
+    expect(page.locator(".pool")).to_have_count(1)
+    expect(page.locator(".pool h3")).to_have_text(
+        "Full attention: 80 blocks, sliding window of 512 tokens: 14,000 blocks"
+    )
     expect(page.locator(".pool .head").nth(0)).to_contain_text("20 to a square")
-    free = f"free {TWO_POOLS.pools[0].blocks.count('.')}"
+    free = f"free {TWO_KINDS.pool.blocks.count('.')}"
     expect(page.locator("canvas").nth(0)).to_have_attribute("aria-label", _ending(free))
     colors = (
         page.locator("canvas")
@@ -241,7 +245,7 @@ def test_trouble_has_a_banner(server: PageServer, watched: Watched) -> None:
 def test_nothing_is_wider_than_the_window(
     server: PageServer, watched: Watched, width: int, tmp_path: Path
 ) -> None:
-    server.state = state(TWO_POOLS if width == 768 else None, quality=QUALITY)
+    server.state = state(TWO_KINDS if width == 768 else None, quality=QUALITY)
     watched.page.set_viewport_size({"width": width, "height": 900})
     page = watched.open(server)
     _ask(page, "What is a paged KV cache?")
@@ -253,7 +257,7 @@ def test_nothing_is_wider_than_the_window(
 
 
 def test_an_engine_with_nothing_to_tell(server: PageServer, watched: Watched) -> None:
-    engine = replace(snapshot((pool(1),), requests=()), total_bytes=None)
+    engine = replace(snapshot(pool(1), requests=()), total_bytes=None)
     server.state = state(engine)
     for name in ("prompt_tokens", "generation_tokens", "ttft", "running", "waiting", "kv_usage"):
         server.state["history"][name] = []

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine_states import BLOCK_BYTES, NOW, layers, pool, snapshot, state, tensor
-from tightkv.metrics import EngineStats, LayerSnapshot, PoolSnapshot
+from engine_states import BLOCK_BYTES, FULL, NOW, layers, pool, snapshot, state, tensor
+from tightkv.metrics import EngineStats, GroupSnapshot, LayerSnapshot, PoolSnapshot
 from tightkv.server.history import History
 from tightkv.server.state import MAX_CELLS, PoolState, QualitySummary, ServerFacts, build
 
@@ -31,17 +31,9 @@ def test_names_and_health() -> None:
 
 
 def test_memory_in_use_counts_shared_blocks_once() -> None:
-    letters = "uusscc...."
-    memory = state(
-        snapshot(
-            (
-                PoolSnapshot(sliding_window=None, block_bytes=100, blocks=letters),
-                PoolSnapshot(sliding_window=8, block_bytes=10, blocks=letters),
-            )
-        )
-    )["memory"]
-    assert memory["pool"] == 10 * 110
-    assert memory["pool_in_use"] == 4 * 110
+    memory = state(snapshot(PoolSnapshot(block_bytes=100, blocks="uusscc....")))["memory"]
+    assert memory["pool"] == 10 * 100
+    assert memory["pool_in_use"] == 4 * 100
     assert memory["weights"] == snapshot().weight_bytes
 
 
@@ -62,7 +54,7 @@ def test_cells_hold_every_block(num_blocks: int) -> None:
 
 
 def test_few_blocks_have_a_cell_each() -> None:
-    made = _only_pool(PoolSnapshot(sliding_window=None, block_bytes=1, blocks="us.c"))
+    made = _only_pool(PoolSnapshot(block_bytes=1, blocks="us.c"))
     assert made["cells"] == [[1, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 1]]
 
 
@@ -148,12 +140,22 @@ def test_layers_tell_k_and_v() -> None:
         "bits": 8.25,
         "clip_rate": 0.0,
     }
-    assert state()["pools"][0]["block_bytes"] == BLOCK_BYTES
+    assert state()["pool"]["block_bytes"] == BLOCK_BYTES
+
+
+def test_groups_with_the_same_window_are_told_together() -> None:
+    """A token takes a block of each of the three groups."""
+    windows = [GroupSnapshot(sliding_window=512, num_used_blocks=number) for number in (30, 10)]
+    made = state(snapshot(PoolSnapshot(block_bytes=1, blocks="." * 20), (), (FULL, *windows)))
+    assert made["groups"] == [
+        {"sliding_window": None, "in_use": FULL.num_used_blocks},
+        {"sliding_window": 512, "in_use": 40},
+    ]
+    assert made["tokens"] == made["free_tokens"] == 6 * 16
 
 
 def _only_pool(blocks: PoolSnapshot) -> PoolState:
-    (made,) = state(snapshot((blocks,)))["pools"]
-    return made
+    return state(snapshot(blocks))["pool"]
 
 
 def _build(engine: Any = None, **changes: Any) -> Any:

@@ -69,7 +69,7 @@ class ArmResult:
     Attributes:
         k_format: of K, in words.
         v_format: of V.
-        bytes_per_token: as allocated, in all layers.
+        bytes_per_token: in all layers.
         pool_bytes: as allocated.
         pool_tokens: that the pool holds.
         figures: of the load, under the keys of vLLM's result files.
@@ -134,7 +134,7 @@ def measure_arm(
     return ArmResult(
         k_format=_described(spec.k_format for spec in specs),
         v_format=_described(spec.v_format for spec in specs),
-        bytes_per_token=engine.storage.num_bytes / engine.plan.num_tokens,
+        bytes_per_token=engine.plan.bytes_per_token,
         pool_bytes=engine.storage.num_bytes,
         pool_tokens=engine.plan.num_tokens,
         figures=summarize(load.timings, load.seconds, percentiles=job.percentiles).as_json(),

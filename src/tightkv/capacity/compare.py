@@ -53,12 +53,14 @@ class ServerFacts:
     Attributes:
         kv_cache_dtype: of the cache, as `K/V` where they differ.
         num_blocks: in the pool.
+        num_tokens: that it holds in all layers.
         memory: bytes by part, as TightKV has them: weights, activations, kv_cache.
     """
 
     kv_cache_dtype: str
     block_size: int
     num_blocks: int
+    num_tokens: int
     bytes_per_token: float | None
     memory: Mapping[str, float]
 
@@ -95,11 +97,13 @@ def read_server(url: str) -> ServerFacts:
             f"{address} has no vllm:cache_config_info with num_gpu_blocks: compare with a server "
             "of vLLM or TightKV."
         )
+    num_blocks, block_size = int(settings["num_gpu_blocks"]), int(settings.get("block_size", "16"))
     per_token = [s.value for s in samples if s.name == "tightkv:kv_cache_bytes_per_token"]
     return ServerFacts(
         kv_cache_dtype=_format_name(settings),
-        block_size=int(settings.get("block_size", "16")),
-        num_blocks=int(settings["num_gpu_blocks"]),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        num_tokens=int(settings.get("kv_cache_size_tokens", num_blocks * block_size)),
         bytes_per_token=per_token[0] if per_token else None,
         memory={s.labels["part"]: s.value for s in samples if s.name == "tightkv:memory_bytes"},
     )
@@ -129,8 +133,7 @@ def compare(plan: CapacityPlan, server: ServerFacts, url: str) -> Comparison:
         if part in server.memory:
             best = next(term.size.best for term in plan.waterfall if term.key == part)
             rows.append(ComparisonRow(f"what_{part}", best, server.memory[part], is_bytes=True))
-    tokens = server.num_blocks * server.block_size
-    rows.append(ComparisonRow("what_tokens", chosen.num_tokens.best, tokens))
+    rows.append(ComparisonRow("what_tokens", chosen.num_tokens.best, server.num_tokens))
     return Comparison(url, chosen.name, tuple(rows))
 
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy
 import torch
 
 from tightkv.engine.scheduler import ScheduledChunk
@@ -102,9 +103,10 @@ def _metadata(
 
 
 def _block_table(tables: Seq[Seq[int]], device: torch.device) -> torch.Tensor:
-    width = max(map(len, tables))
-    padded = [[*table, *[0] * (width - len(table))] for table in tables]
-    return torch.tensor(padded, dtype=torch.int32, device=device)
+    padded = numpy.zeros((len(tables), max(map(len, tables))), dtype=numpy.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return torch.from_numpy(padded).to(device)
 
 
 def _slot_mapping(

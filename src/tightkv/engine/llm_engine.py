@@ -41,7 +41,7 @@ from tightkv.errors import EngineError, IntegrityError, PromptTooLongError, Requ
 from tightkv.formats import KVCachePolicy
 from tightkv.formats.registry import dtype_name
 from tightkv.kernels import Backend, select_backend
-from tightkv.kvcache import KVCacheManager, KVCacheStorage, LayerGroup, group_layers
+from tightkv.kvcache import KVCacheManager, KVCacheStorage, LayerGroup, are_alike, group_layers
 from tightkv.metrics import EngineStats
 from tightkv.models import (
     Checkpoint,
@@ -114,11 +114,13 @@ class LLMEngine:
         self.storage = self._allocate(groups, geometry)
         log_plan(self.device, self.plan, groups, f"{self._backend.name} ({self._backend.reason})")
         self.manager = KVCacheManager(
-            num_groups=len(groups),
+            windows=[group.sliding_window for group in groups],
             num_blocks=self.plan.num_blocks,
             block_size=config.cache.block_size,
             seed=self._cache_seed(),
             enable_prefix_caching=config.cache.enable_prefix_caching,
+            max_chunk=self.pool_request.max_chunk,
+            clear=None if are_alike(groups) else self.storage.clear,
         )
         if config.cache.debug_integrity:
             self.manager.poison_with(self.storage.poison)
@@ -356,15 +358,17 @@ class LLMEngine:
 
     def _pool_request(self, config: EngineConfig, total_bytes: int | None) -> PoolRequest:
         scheduler = config.scheduler
+        largest_step = self._largest_step(config)
         return PoolRequest(
             max_model_len=config.model.max_model_len,
             max_position=self.model.max_position,
             max_num_seqs=scheduler.max_num_seqs,
+            max_chunk=largest_step,
             total_bytes=total_bytes,
             weight_bytes=self.model.weight_bytes,
             peak_bytes=peak_activation_bytes(
                 self.model,
-                self._largest_step(config),
+                largest_step,
                 scheduler.max_num_seqs,
                 MAX_PROMPT_LOGPROBS_ROWS,
             ),

@@ -146,8 +146,11 @@ def log_plan(
     remarks = {f.remark() for spec in specs for f in (spec.k_format, spec.v_format)}
     for remark in sorted(remark for remark in remarks if remark):
         _logger.info(remark)
-    windows = [str(group.sliding_window or "full") for group in groups]
-    _logger.info("Layer groups by attention window: %s", ", ".join(windows))
+    windows = Counter(str(group.sliding_window or "full") for group in groups)
+    _logger.info(
+        "Layer groups by attention window: %s",
+        ", ".join(f"{count} × {name}" if count > 1 else name for name, count in windows.items()),
+    )
     _logger.info("Kernel: %s", kernel)
     _logger.info(
         "%s KV cache size: %s tokens (%s bytes per token, %s bytes, %s blocks of %d tokens; %s)",

@@ -122,12 +122,8 @@ class Scheduler:
                 about = f"{name} sequence {sequence.seq_id}"
                 assert sequence.status.value == name, f"{about} is {sequence.status.value}"
                 held = self._manager.num_blocks_of(sequence.seq_id)
-                least, most = (
-                    self._manager.blocks_for(count)
-                    for count in (sequence.num_computed_tokens, sequence.num_tokens)
-                )
-                if name == "waiting":
-                    most = 0
+                least = self._manager.blocks_seen(sequence.num_computed_tokens)
+                most = self._manager.blocks_for(sequence.num_tokens) if name == "running" else 0
                 assert least <= held <= most, f"{about} has {held} blocks, not {least} to {most}"
         assert self._manager.num_sequences == len(self.running), "blocks of nobody's sequence"
 
@@ -147,8 +143,8 @@ class Scheduler:
     def _make_room(self, index: int, num_tokens: int) -> bool:
         """Allocate, preempting others until it fits; False: none was left but the sequence."""
         sequence = self.running[index]
-        needed = sequence.num_computed_tokens + num_tokens
-        while not self._manager.allocate_slots(sequence.seq_id, needed):
+        computed = sequence.num_computed_tokens
+        while not self._manager.allocate_slots(sequence.seq_id, computed + num_tokens, computed):
             victim = self._victim(index)
             self._preempt(victim)
             if victim is sequence:
@@ -213,7 +209,10 @@ class Scheduler:
         num_tokens = self._chunk_size(sequence, budget)
         # Room for the whole of it, or it would be the next to be preempted.
         if num_tokens == 0 or not self._manager.allocate_slots(
-            sequence.seq_id, sequence.num_tokens, num_reserved=self._num_reserved_blocks()
+            sequence.seq_id,
+            sequence.num_tokens,
+            num_cached,
+            num_reserved=self._num_reserved_blocks(),
         ):
             self._manager.free(sequence.seq_id)
             sequence.num_computed_tokens = 0
@@ -233,8 +232,9 @@ class Scheduler:
     def _num_blocks_soon(self, sequence: Sequence) -> int:
         longest = sequence.prompt_len + sequence.max_tokens
         end = min(sequence.num_tokens + self.num_reserved_tokens, longest)
-        held = self._manager.num_blocks_of(sequence.seq_id)
-        return max(0, self._manager.blocks_for(end) - held)
+        if end <= sequence.num_tokens:
+            return 0
+        return self._manager.num_blocks_until(sequence.seq_id, end)
 
     def _chunk_size(self, sequence: Sequence, budget: _PromptBudget) -> int:
         """Prompt tokens of the sequence that still fit into the step; 0 if none."""

@@ -12,6 +12,7 @@ from tightkv.formats import TensorFormat, TensorPolicy
 from tightkv.kvcache import KVCacheManager
 from tightkv.metrics import (
     EngineSnapshot,
+    GroupSnapshot,
     LayerSnapshot,
     PoolSnapshot,
     RequestSnapshot,
@@ -25,7 +26,7 @@ def take_snapshot(engine: LLMEngine) -> EngineSnapshot:
     """The engine as it is now; call it in the thread that steps the engine."""
     manager, plan = engine.manager, engine.plan
     rates = engine.storage.clip_rates()
-    pools = zip(engine.storage.groups, manager.block_letters(), strict=True)
+    groups = zip(engine.storage.groups, manager.num_used_blocks(), strict=True)
     return EngineSnapshot(
         stats=replace(engine.stats, clip_rates=rates),
         num_running=len(engine.scheduler.running),
@@ -38,15 +39,13 @@ def take_snapshot(engine: LLMEngine) -> EngineSnapshot:
         peak_bytes=engine.pool_request.peak_bytes,
         total_bytes=engine.pool_request.total_bytes,
         bytes_per_token=plan.bytes_per_token,
-        layers=tuple(_layers(engine, rates)),
-        pools=tuple(
-            PoolSnapshot(
-                sliding_window=group.sliding_window,
-                block_bytes=group.block_bytes,
-                blocks=letters,
-            )
-            for group, letters in pools
+        blocks_for=manager.blocks_for,
+        layers=tuple(sorted(_layers(engine, rates), key=lambda layer: layer.layer_idx)),
+        groups=tuple(
+            GroupSnapshot(sliding_window=group.sliding_window, num_used_blocks=num_used)
+            for group, num_used in groups
         ),
+        pool=PoolSnapshot(block_bytes=plan.bytes_per_block, blocks=manager.block_letters()),
         requests=tuple(_request(request, manager) for request in engine.requests),
     )
 

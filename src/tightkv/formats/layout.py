@@ -35,6 +35,9 @@ class BlockLayout:
     Attributes:
         head_size: channels of K (and of the query).
         value_size: channels of V (and of the output).
+        page_bytes: bytes from block to block, where those of other layers lie between them; 0:
+            the blocks of a layer lie one after another.
+        k_offset: of K's codes from the start of a page, and so of all that follows them.
     """
 
     k_format: TensorFormat
@@ -43,6 +46,8 @@ class BlockLayout:
     head_size: int
     value_size: int
     block_size: int
+    page_bytes: int = 0
+    k_offset: int = 0
 
     @property
     def padded_head_size(self) -> int:
@@ -57,7 +62,7 @@ class BlockLayout:
     @property
     def v_offset(self) -> int:
         values = self.num_kv_heads * self.padded_head_size * self.block_size
-        return _round_up(values * self.k_format.code.num_bytes, _ALIGNMENT)
+        return self.k_offset + _round_up(values * self.k_format.code.num_bytes, _ALIGNMENT)
 
     @property
     def k_scale_offset(self) -> int:
@@ -73,12 +78,17 @@ class BlockLayout:
     def block_bytes(self) -> int:
         """All bytes of a block, padding and scales included."""
         scale_bytes = self.num_kv_heads * self.v_format.scale_bytes(self.block_size)
-        return _round_up(self.v_scale_offset + scale_bytes, _ALIGNMENT)
+        return _round_up(self.v_scale_offset - self.k_offset + scale_bytes, _ALIGNMENT)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from block to block."""
+        return self.page_bytes or self.block_bytes
 
     @property
     def k_bytes(self) -> int:
         """Bytes of a block that K takes, padding and scales included."""
-        return self.v_offset + self.v_scale_offset - self.k_scale_offset
+        return self.v_offset - self.k_offset + self.v_scale_offset - self.k_scale_offset
 
     @property
     def v_bytes(self) -> int:
@@ -89,7 +99,7 @@ class BlockLayout:
         """View of K codes, `[num_blocks, num_kv_heads, tiles, head_size / i, 16, i]`."""
         code = self.k_format.code
         shape = (self.padded_head_size // code.interleave, TILE, code.interleave)
-        return self._section(blocks, 0, code.dtype, self.padded_head_size, shape)
+        return self._section(blocks, self.k_offset, code.dtype, self.padded_head_size, shape)
 
     def v_codes(self, blocks: torch.Tensor) -> torch.Tensor:
         """View of V codes, `[num_blocks, num_kv_heads, tiles, value_size / 16, 16 / i, 16, i]`."""

@@ -25,7 +25,7 @@ class LayerCache:
     """Bytes and formats of one layer.
 
     Attributes:
-        blocks: uint8 `[num_blocks, block_bytes]`.
+        blocks: uint8 `[num_blocks, layout.stride]`.
         layout: where codes and scales lie in a block.
         k_scale: static factors of K, float32 `[num_kv_heads, head_size]`, or None.
         v_scale: static factors of V, float32 `[num_kv_heads, value_size]`, or None.
@@ -43,7 +43,7 @@ class LayerCache:
 
     def __post_init__(self) -> None:
         layout = self.layout
-        check_tensor("blocks", self.blocks, torch.uint8, (len(self.blocks), layout.block_bytes))
+        check_tensor("blocks", self.blocks, torch.uint8, (len(self.blocks), layout.stride))
         for name, factors, size in (
             ("k_scale", self.k_scale, layout.head_size),
             ("v_scale", self.v_scale, layout.value_size),

@@ -341,14 +341,14 @@ def _native_layout(layout: BlockLayout) -> _native.Layout:
 
     try:
         return _native.Layout(
-            block_bytes=layout.block_bytes,
+            block_bytes=layout.stride,
             block_size=layout.block_size,
             num_kv_heads=layout.num_kv_heads,
             k=tensor(
                 layout.k_format,
                 layout.head_size,
                 layout.padded_head_size,
-                0,
+                layout.k_offset,
                 layout.k_scale_offset,
             ),
             v=tensor(

@@ -55,7 +55,11 @@ def paged_attention(
     for seq, seq_len in enumerate(batch.seq_lens.tolist()):
         start, end = batch.query_start_loc[seq : seq + 2].tolist()
         k, v = read_sequence(cache, batch.block_table[seq], seq_len)
-        outputs.append(_attend(query[start:end].double(), k.double(), v.double(), params))
+        # Blocks that no query sees any more may be others'.
+        window = params.sliding_window or seq_len
+        first = max(0, seq_len - (end - start) - window + 1)
+        q, k, v = query[start:end].double(), k[first:].double(), v[first:].double()
+        outputs.append(_attend(q, k, v, params))
     return torch.cat(outputs).to(torch.float32)
 
 

@@ -2,8 +2,15 @@
 
 from tightkv.kvcache.kv_cache_manager import KVCacheManager
 from tightkv.kvcache.metadata import AttentionMetadata
-from tightkv.kvcache.spec import KVCacheSpec, LayerGroup, group_layers
+from tightkv.kvcache.spec import (
+    KVCacheSpec,
+    LayerGroup,
+    are_alike,
+    group_layers,
+    layers_by_window,
+)
 from tightkv.kvcache.storage import KVCacheStorage
+from tightkv.kvcache.window import most_blocks
 
 __all__ = [
     "AttentionMetadata",
@@ -11,5 +18,8 @@ __all__ = [
     "KVCacheSpec",
     "KVCacheStorage",
     "LayerGroup",
+    "are_alike",
     "group_layers",
+    "layers_by_window",
+    "most_blocks",
 ]

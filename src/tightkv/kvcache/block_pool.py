@@ -12,7 +12,7 @@ Poison = Callable[[Sequence[int], bool], None]
 
 
 class BlockPool:
-    """Block ids of one layer group, with reference counts and a memory of what they hold.
+    """Block ids, with reference counts and a memory of what they hold.
 
     A block is free when no sequence uses it. Free blocks keep their content: one whose content
     has a hash can be taken back by `touch` until `allocate` gives it to somebody else. First go

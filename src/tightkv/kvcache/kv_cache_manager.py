@@ -3,60 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 from tightkv.kvcache.block_hash import BlockHasher
-from tightkv.kvcache.block_pool import BlockPool
+from tightkv.kvcache.block_pool import BlockPool, Poison
+from tightkv.kvcache.window import first_block, most_blocks
 
 __all__ = ["KVCacheManager"]
+
+_PASSED = 0
+"""In a block table in place of a block that has left the window; kernels do not look at it."""
 
 
 @dataclass(slots=True)
 class _Allocation:
-    """What one sequence holds. `block_tables` has one list per layer group."""
+    """What one sequence holds.
+
+    Attributes:
+        block_tables: per layer group, the ids of its blocks in order.
+        num_passed: per layer group, blocks at the beginning that it no longer holds.
+        num_remembered: full blocks that others know of.
+    """
 
     block_tables: list[list[int]]
     hasher: BlockHasher
-    num_remembered: int = field(default=0)
+    num_passed: list[int]
+    num_remembered: int
+
+    def held(self, group: int) -> list[int]:
+        """Blocks of a group that the sequence holds."""
+        return self.block_tables[group][self.num_passed[group] :]
 
 
 class KVCacheManager:
     """Gives blocks to sequences and takes them back.
 
-    Every group has a pool of its own with the same number of blocks: a block id stands for
-    `block_size` tokens in all layers of that group.
+    All groups take block ids from one pool. In the group that holds it, a block id stands for
+    `block_size` tokens in all layers of the group. A group with a window holds only the blocks
+    that queries to come still see.
     """
 
     def __init__(
         self,
-        num_groups: int,
+        windows: Sequence[int | None],
         num_blocks: int,
         block_size: int,
         seed: bytes,
         enable_prefix_caching: bool = True,
+        *,
+        max_chunk: int,
+        clear: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """Start with all blocks free.
 
         Args:
-            num_groups: layer groups.
-            num_blocks: blocks of each group.
+            windows: of each layer group; None: full attention.
+            num_blocks: block ids of the pool.
             block_size: tokens per block.
             seed: fingerprint of model, formats and scales.
             enable_prefix_caching: whether requests share blocks. Sequences of one request
                 (`n` above 1) always do.
+            max_chunk: tokens of a sequence that one step computes at most.
+            clear: called with blocks that go from one group to another, if the other cannot read
+                what they hold.
         """
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self._pools = [BlockPool(num_blocks) for _ in range(num_groups)]
+        self._windows = tuple(windows)
+        self._max_chunk = max_chunk
+        self._pool = BlockPool(num_blocks)
         self._seed = seed
         self._enable_prefix_caching = enable_prefix_caching
+        self._clear = clear
+        self._last_group: dict[int, int] = {}
         self._allocations: dict[str, _Allocation] = {}
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that every group could still give."""
-        return min(pool.num_free_blocks for pool in self._pools)
+        """Blocks that the pool could still give."""
+        return self._pool.num_free_blocks
 
     @property
     def num_sequences(self) -> int:
@@ -64,7 +89,16 @@ class KVCacheManager:
         return len(self._allocations)
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """Blocks that a sequence of `num_tokens` tokens holds at most, in all groups."""
+        return sum(self._blocks_of(window, num_tokens) for window in self._windows)
+
+    def blocks_seen(self, num_tokens: int) -> int:
+        """Blocks that a sequence of `num_tokens` computed tokens holds at least, in all groups."""
+        size = self.block_size
+        return sum(
+            self._blocks_of(None, num_tokens) - first_block(window, num_tokens, size)
+            for window in self._windows
+        )
 
     def new_hasher(self, request: str, cache_salt: str = "") -> BlockHasher:
         """A hasher for one sequence; without prefix caching only its request shares blocks.
@@ -90,32 +124,54 @@ class KVCacheManager:
         Returns:
             Number of tokens found, a multiple of the block size.
         """
-        found: list[tuple[int, ...]] = []
-        for block_hash in hasher.full_blocks(token_ids, max_tokens):
-            blocks = [pool.find(block_hash) for pool in self._pools]
-            if any(block is None for block in blocks):
-                break
-            found.append(tuple(block for block in blocks if block is not None))
-        tables = [[blocks[group] for blocks in found] for group in range(len(self._pools))]
-        for pool, table in zip(self._pools, tables, strict=True):
-            pool.touch(table)
-        self._allocations[seq_id] = _Allocation(tables, hasher, len(found))
-        return len(found) * self.block_size
+        hashes = hasher.full_blocks(token_ids, max_tokens)
+        length = self._longest_hit(hashes)
+        tables, passed = [], []
+        for group, window in enumerate(self._windows):
+            first = first_block(window, length * self.block_size, self.block_size)
+            found = [self._find(group, block_hash) for block_hash in hashes[first:length]]
+            blocks = [block for block in found if block is not None]
+            self._pool.touch(blocks)
+            tables.append([_PASSED] * first + blocks)
+            passed.append(first)
+        self._allocations[seq_id] = _Allocation(tables, hasher, passed, length)
+        return length * self.block_size
 
-    def allocate_slots(self, seq_id: str, num_tokens: int, *, num_reserved: int = 0) -> bool:
-        """Make room for the first `num_tokens` tokens of a sequence; False: no room, no change.
+    def allocate_slots(
+        self,
+        seq_id: str,
+        num_tokens: int,
+        num_computed_tokens: int = 0,
+        *,
+        num_reserved: int = 0,
+    ) -> bool:
+        """Make room for the first `num_tokens` tokens of a sequence; False: no room, none taken.
 
-        `num_reserved` free blocks must be left.
+        Blocks that queries from `num_computed_tokens` on do not see are given back first. A group
+        with a window never gets more at once than the largest chunk needs, so that asking for a
+        whole prompt keeps room for it chunk by chunk.
+
+        Args:
+            seq_id: name of the sequence.
+            num_tokens: how many there must be room for.
+            num_computed_tokens: how many are in the cache, in all groups.
+            num_reserved: free blocks that must be left, if any are taken.
         """
-        tables = self._allocations[seq_id].block_tables
-        missing = self.blocks_for(num_tokens) - len(tables[0])
+        allocation = self._allocations[seq_id]
+        self._free_passed(allocation, num_computed_tokens)
+        missing = []
+        for window, table, passed in zip(
+            self._windows, allocation.block_tables, allocation.num_passed, strict=True
+        ):
+            most = passed + self._blocks_of(window, num_tokens)
+            missing.append(max(0, min(self._blocks_of(None, num_tokens), most) - len(table)))
         # Most steps need no block: they ask nobody.
-        if missing <= 0:
+        if not any(missing):
             return True
-        if missing + num_reserved > self.num_free_blocks:
+        if sum(missing) + num_reserved > self.num_free_blocks:
             return False
-        for pool, table in zip(self._pools, tables, strict=True):
-            table.extend(pool.allocate(missing))
+        for group, count in enumerate(missing):
+            allocation.block_tables[group] += self._allocate(group, count)
         return True
 
     def remember_blocks(
@@ -128,68 +184,141 @@ class KVCacheManager:
         """Offer the sequence's full, checked blocks to others."""
         allocation = self._allocations[seq_id]
         hashes = hasher.full_blocks(token_ids, num_computed_tokens)
-        for index in range(allocation.num_remembered, len(hashes)):
-            for pool, table in zip(self._pools, allocation.block_tables, strict=True):
-                pool.remember(table[index], hashes[index])
+        for group, table in enumerate(allocation.block_tables):
+            begin = max(allocation.num_remembered, allocation.num_passed[group])
+            for index in range(begin, len(hashes)):
+                self._pool.remember(table[index], _name(group, hashes[index]))
         allocation.num_remembered = max(allocation.num_remembered, len(hashes))
 
     def free(self, seq_id: str) -> None:
         """Give back all blocks of a sequence; one that holds none is left alone."""
         allocation = self._allocations.pop(seq_id, None)
         if allocation is not None:
-            for pool, table in zip(self._pools, allocation.block_tables, strict=True):
-                pool.free(table)
+            for group in range(len(self._windows)):
+                self._pool.free(allocation.held(group))
 
     def num_blocks_of(self, seq_id: str) -> int:
-        """Blocks of each group that a sequence holds; 0 for one that waits."""
+        """Blocks that a sequence holds in all groups; 0 for one that waits."""
         allocation = self._allocations.get(seq_id)
-        return len(allocation.block_tables[0]) if allocation else 0
+        if allocation is None:
+            return 0
+        tables = zip(allocation.block_tables, allocation.num_passed, strict=True)
+        return sum(len(table) - passed for table, passed in tables)
 
     def num_shared_blocks_of(self, seq_id: str) -> int:
-        """Blocks of a group that a sequence holds together with others."""
-        pool, table = self._pools[0], self._allocations[seq_id].block_tables[0]
-        return sum(pool.ref_count(block) > 1 for block in table)
+        """Blocks of a group that a sequence holds together with others, in the fullest group."""
+        allocation = self._allocations[seq_id]
+        return max(
+            sum(self._pool.ref_count(block) > 1 for block in allocation.held(group))
+            for group in range(len(self._windows))
+        )
 
-    def block_letters(self) -> tuple[str, ...]:
-        """Per group a letter for each block: `BlockPool.letters`."""
-        return tuple(pool.letters() for pool in self._pools)
+    def num_blocks_until(self, seq_id: str, num_tokens: int) -> int:
+        """Blocks that a sequence will take besides those it holds, until it has so many tokens."""
+        allocation = self._allocations[seq_id]
+        return sum(
+            max(0, most_blocks(window, num_tokens, self.block_size) - len(allocation.held(group)))
+            for group, window in enumerate(self._windows)
+        )
+
+    def num_used_blocks(self) -> tuple[int, ...]:
+        """Per group the blocks that sequences use."""
+        return tuple(
+            len({block for held in self._allocations.values() for block in held.held(group)})
+            for group in range(len(self._windows))
+        )
+
+    def block_letters(self) -> str:
+        """A letter for each block: `BlockPool.letters`."""
+        return self._pool.letters()
 
     def block_tables(self, seq_id: str) -> list[list[int]]:
-        """Block ids of a sequence, per layer group."""
+        """Block ids of a sequence, per layer group; 0 for blocks that have left the window."""
         return self._allocations[seq_id].block_tables
 
     def reset_prefix_cache(self) -> None:
         """Forget what blocks hold now; running sequences go on to offer what they fill next."""
-        for pool in self._pools:
-            pool.forget_all()
+        self._pool.forget_all()
 
-    def poison_with(self, poison: Callable[[int, Sequence[int], bool], None]) -> None:
-        """Have `poison(group, blocks, are_used)` overwrite blocks as their content is lost."""
-        for group, pool in enumerate(self._pools):
-            pool.poison = partial(poison, group)
+    def poison_with(self, poison: Poison) -> None:
+        """Have blocks overwritten as their content is lost."""
+        self._pool.poison = poison
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if pools and block tables contradict each other."""
-        for group, pool in enumerate(self._pools):
-            pool.check_integrity()
-            users = [0] * pool.num_blocks
-            for allocation in self._allocations.values():
-                for block in allocation.block_tables[group]:
+        """Raise AssertionError if pool and block tables contradict each other."""
+        self._pool.check_integrity()
+        users = [0] * self.num_blocks
+        for allocation in self._allocations.values():
+            for group, table in enumerate(allocation.block_tables):
+                passed = table[: allocation.num_passed[group]]
+                assert passed == [_PASSED] * allocation.num_passed[group], "a passed block is held"
+                for block in allocation.held(group):
                     users[block] += 1
-            for block, count in enumerate(users):
-                assert count == pool.ref_count(block), f"block {block} of group {group} leaks"
-            self._check_contents(group, pool)
+        for block, count in enumerate(users):
+            assert count == self._pool.ref_count(block), f"block {block} leaks"
+        self._check_contents()
 
-    def _check_contents(self, group: int, pool: BlockPool) -> None:
+    def _check_contents(self) -> None:
         """Who uses a block that others use or may find has the tokens that it is named by."""
         names: dict[int, bytes] = {}
         for seq_id, allocation in self._allocations.items():
             hashes = allocation.hasher.known
-            for index, block in enumerate(allocation.block_tables[group]):
-                name = pool.hash_of(block) or names.get(block)
-                own = hashes[index] if index < len(hashes) else None
-                about = f"block {block} of group {group}, number {index} of {seq_id},"
-                assert name is None or name == own, f"{about} holds other tokens"
-                assert own or pool.ref_count(block) == 1, f"{about} is shared, but not full"
-                if own:
-                    names[block] = own
+            for group, passed in enumerate(allocation.num_passed):
+                for index, block in enumerate(allocation.held(group), passed):
+                    name = self._pool.hash_of(block) or names.get(block)
+                    own = _name(group, hashes[index]) if index < len(hashes) else None
+                    about = f"block {block} of group {group}, number {index} of {seq_id},"
+                    assert name is None or name == own, f"{about} holds other tokens"
+                    is_alone = self._pool.ref_count(block) == 1
+                    assert own or is_alone, f"{about} is shared, but not full"
+                    if own:
+                        names[block] = own
+
+    def _blocks_of(self, window: int | None, num_tokens: int) -> int:
+        return most_blocks(window, num_tokens, self.block_size, self._max_chunk)
+
+    def _find(self, group: int, block_hash: bytes) -> int | None:
+        return self._pool.find(_name(group, block_hash))
+
+    def _longest_hit(self, hashes: Sequence[bytes]) -> int:
+        """Blocks of the longest beginning behind which every group could go on."""
+        length, longest = len(hashes), -1
+        while length != longest:
+            longest = length
+            for group in range(len(self._windows)):
+                length = self._longest_hit_of(group, hashes, length)
+        return length
+
+    def _longest_hit_of(self, group: int, hashes: Sequence[bytes], length: int) -> int:
+        """The same for one group, `length` at most: it needs the blocks its next query sees."""
+        window = self._windows[group]
+        index = length - 1
+        while index >= first_block(window, length * self.block_size, self.block_size):
+            if self._find(group, hashes[index]) is None:
+                length = index
+            index -= 1
+        return length
+
+    def _free_passed(self, allocation: _Allocation, num_computed_tokens: int) -> None:
+        """Give back the blocks that have left the windows."""
+        for group, window in enumerate(self._windows):
+            first = first_block(window, num_computed_tokens, self.block_size)
+            passed, table = allocation.num_passed[group], allocation.block_tables[group]
+            if first > passed:
+                self._pool.free(table[passed:first])
+                table[passed:first] = [_PASSED] * (first - passed)
+                allocation.num_passed[group] = first
+
+    def _allocate(self, group: int, count: int) -> list[int]:
+        blocks = self._pool.allocate(count)
+        if self._clear is not None:
+            strange = [block for block in blocks if self._last_group.get(block, group) != group]
+            if strange:
+                self._clear(strange)
+            self._last_group.update(dict.fromkeys(blocks, group))
+        return blocks
+
+
+def _name(group: int, block_hash: bytes) -> bytes:
+    """Name of a block's content: the groups hold different layers of the same tokens."""
+    return block_hash + group.to_bytes(1)

@@ -1,15 +1,15 @@
-"""The bytes of the cache: one tensor of blocks per layer."""
+"""The bytes of the cache: one tensor of blocks per layer, or one of pages for all of them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy
 import torch
 
 from tightkv.errors import InsufficientMemoryError
-from tightkv.formats import KVCacheScales, LayerScales, TensorScale
+from tightkv.formats import BlockLayout, KVCacheScales, LayerScales, TensorScale
 from tightkv.kernels import (
     AttentionParams,
     Backend,
@@ -19,7 +19,7 @@ from tightkv.kernels import (
     reshape_and_cache,
 )
 from tightkv.kvcache.metadata import AttentionMetadata
-from tightkv.kvcache.spec import KVCacheSpec, LayerGroup
+from tightkv.kvcache.spec import LayerGroup
 
 __all__ = ["KVCacheStorage"]
 
@@ -43,11 +43,11 @@ class KVCacheStorage:
         scales: KVCacheScales | None = None,
         kv_sources: Mapping[int, int] | None = None,
     ) -> None:
-        """Allocate `num_blocks` blocks for each layer.
+        """Allocate `num_blocks` blocks: for each layer, or pages that all groups share.
 
         Args:
             groups: the layers.
-            num_blocks: blocks of each group.
+            num_blocks: block ids of the pool.
             device: where the blocks lie.
             backend: the kernels that read and write them.
             scales: static scales of the layers that have some.
@@ -64,19 +64,31 @@ class KVCacheStorage:
         self._layers: dict[int, LayerCache] = {}
         self._clip_counts: dict[int, torch.Tensor] = {}
         self._num_written: dict[int, int] = {}
+        pages = None
+        if groups[0].shares_pages:
+            pages = _allocate("all layers", num_blocks, groups[0].page_bytes, device)
         for index, group in enumerate(groups):
-            for spec in group.specs:
-                backend.check_layout(spec.layout)
+            for spec, layout in zip(group.specs, group.layouts, strict=True):
+                backend.check_layout(layout)
+                blocks = pages
+                if blocks is None:
+                    layer = f"layer {spec.layer_idx}"
+                    blocks = _allocate(layer, num_blocks, layout.stride, device)
                 layer_scales = (scales or {}).get(spec.layer_idx, LayerScales())
                 self._group_of[spec.layer_idx] = index
-                self._layers[spec.layer_idx] = _allocate(spec, num_blocks, device, layer_scales)
+                self._layers[spec.layer_idx] = _layer_cache(blocks, layout, layer_scales)
                 self._clip_counts[spec.layer_idx] = torch.zeros(2, dtype=torch.int64, device=device)
                 self._num_written[spec.layer_idx] = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks, as allocated."""
-        return sum(layer.blocks.numel() for layer in self._layers.values())
+        return sum(blocks.numel() for blocks in self._tensors())
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros, which are finite codes of every format."""
+        for tensor in self._tensors():
+            tensor[list(blocks)] = 0
 
     def clip_counts(self) -> dict[int, tuple[int, int]]:
         """Values of K and of V clipped so far, by layer."""
@@ -146,19 +158,18 @@ class KVCacheStorage:
             rows=metadata.rows if selects else None,
         )
 
-    def poison(self, group: int, blocks: Sequence[int], are_used: bool) -> None:
+    def poison(self, blocks: Sequence[int], are_used: bool) -> None:
         """Overwrite lost blocks, so that nobody reads them unnoticed (--debug-integrity).
 
         Args:
-            group: whose blocks.
             blocks: ids.
             are_used: whether a sequence has them now. What it has not written yet is multiplied
                 by 0, and must be finite.
         """
-        for spec in self.groups[group].specs:
-            is_finite = are_used or not spec.v_format.code.dtype.is_floating_point
-            pattern = _LARGE_BYTE if is_finite else _NAN_BYTE
-            self._layers[spec.layer_idx].blocks[list(blocks)] = pattern
+        codes = [layer.layout.v_format.code for layer in self._layers.values()]
+        can_be_nan = not are_used and all(code.dtype.is_floating_point for code in codes)
+        for tensor in self._tensors():
+            tensor[list(blocks)] = _NAN_BYTE if can_be_nan else _LARGE_BYTE
 
     def fingerprint(self) -> bytes:
         """Digest of formats and static scales: blocks of another fingerprint are not reused."""
@@ -169,6 +180,10 @@ class KVCacheStorage:
                 if factors is not None:
                     digest.update(TensorScale(factors).fingerprint())
         return digest.digest()
+
+    def _tensors(self) -> Iterable[torch.Tensor]:
+        """Each tensor of blocks once, of layers or of pages."""
+        return {layer.blocks.data_ptr(): layer.blocks for layer in self._layers.values()}.values()
 
     def _source(self, layer_idx: int) -> int:
         return self._kv_sources.get(layer_idx, layer_idx)
@@ -186,19 +201,20 @@ def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Ten
     return torch.from_numpy(memory[start : start + size]).view(num_blocks, block_bytes)
 
 
-def _allocate(
-    spec: KVCacheSpec, num_blocks: int, device: torch.device, scales: LayerScales
-) -> LayerCache:
+def _allocate(whose: str, num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
     try:
-        blocks = _zeros(num_blocks, spec.block_bytes, device)
+        return _zeros(num_blocks, block_bytes, device)
     except (RuntimeError, MemoryError) as error:
         raise InsufficientMemoryError(
-            f"The KV cache of layer {spec.layer_idx} needs {num_blocks * spec.block_bytes} bytes "
+            f"The KV cache of {whose} needs {num_blocks * block_bytes} bytes "
             f"on {device}, which could not be had: lower --kv-cache-memory-bytes, --max-model-len "
             "or --max-num-seqs, or choose a narrower --kv-cache-dtype."
         ) from error
+
+
+def _layer_cache(blocks: torch.Tensor, layout: BlockLayout, scales: LayerScales) -> LayerCache:
     k_scale, v_scale = (
-        None if scale is None else scale.per_channel(spec.num_kv_heads, size).to(device)
-        for scale, size in ((scales.k, spec.head_size), (scales.v, spec.value_size))
+        None if scale is None else scale.per_channel(layout.num_kv_heads, size).to(blocks.device)
+        for scale, size in ((scales.k, layout.head_size), (scales.v, layout.value_size))
     )
-    return LayerCache(blocks, spec.layout, k_scale, v_scale)
+    return LayerCache(blocks, layout, k_scale, v_scale)

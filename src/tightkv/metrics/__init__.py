@@ -4,6 +4,7 @@ from tightkv.metrics.divergence import Divergence, DivergenceFigures, Spread, kl
 from tightkv.metrics.request_stats import RequestStats
 from tightkv.metrics.snapshot import (
     EngineSnapshot,
+    GroupSnapshot,
     LayerSnapshot,
     PoolSnapshot,
     RequestSnapshot,
@@ -16,6 +17,7 @@ __all__ = [
     "DivergenceFigures",
     "EngineSnapshot",
     "EngineStats",
+    "GroupSnapshot",
     "LayerSnapshot",
     "PoolSnapshot",
     "RequestSnapshot",

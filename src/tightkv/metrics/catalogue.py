@@ -169,7 +169,7 @@ _CACHE = (
 _FORMATS = (
     _gauge(
         "tightkv:kv_cache_allocated_bytes",
-        "Bytes of the pool by format of K and of V; their sum is the pool, to the byte",
+        "Bytes of the pool by format of K and of V, as those of a token; their sum is the pool",
         *("format", "tensor"),
     ),
     _gauge(

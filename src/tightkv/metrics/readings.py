@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
-from tightkv.metrics.snapshot import EngineSnapshot, LayerSnapshot, PoolSnapshot, TensorSnapshot
+from tightkv.metrics.snapshot import EngineSnapshot, GroupSnapshot, LayerSnapshot, TensorSnapshot
 
 __all__ = ["Reading", "read"]
 
@@ -45,12 +45,11 @@ def read(
     yield Reading("vllm:num_preemptions", stats.num_preemptions)
     yield Reading("tightkv:preempted_tokens", stats.num_preempted_tokens)
     yield Reading("tightkv:typical_request_tokens", typical)
-    blocks_each = -(-typical // snapshot.block_size)
+    blocks_each = snapshot.blocks_for(typical)
     yield Reading("tightkv:requests_that_fit", snapshot.num_free_blocks // blocks_each)
-    pool_bytes = sum(len(pool.blocks) * pool.block_bytes for pool in snapshot.pools)
     yield Reading("tightkv:memory_bytes", snapshot.weight_bytes, ("weights",))
     yield Reading("tightkv:memory_bytes", snapshot.peak_bytes, ("activations",))
-    yield Reading("tightkv:memory_bytes", pool_bytes, ("kv_cache",))
+    yield Reading("tightkv:memory_bytes", _pool_bytes(snapshot), ("kv_cache",))
     yield Reading("tightkv:kv_cache_bytes_per_token", snapshot.bytes_per_token)
     yield from _bytes_by_format(snapshot)
     yield from _effective_bits(snapshot)
@@ -64,16 +63,22 @@ def _tensors(snapshot: EngineSnapshot) -> Iterator[tuple[LayerSnapshot, str, Ten
         yield layer, "v", layer.v
 
 
+def _pool_bytes(snapshot: EngineSnapshot) -> int:
+    return len(snapshot.pool.blocks) * snapshot.pool.block_bytes
+
+
 def _bytes_by_format(snapshot: EngineSnapshot) -> Iterator[Reading]:
-    allocated: dict[tuple[str, str], int] = defaultdict(int)
+    """Of a pool that several groups share, each format has its share of a token's bytes."""
+    of_token: dict[tuple[str, str], int] = defaultdict(int)
     used: dict[tuple[str, str], int] = defaultdict(int)
-    num_used = [pool.blocks.count("u") + pool.blocks.count("s") for pool in snapshot.pools]
     for layer, name, tensor in _tensors(snapshot):
         labels = tensor.format, name
-        allocated[labels] += tensor.block_bytes * len(snapshot.pools[layer.group].blocks)
-        used[labels] += tensor.block_bytes * num_used[layer.group]
-    for labels, value in allocated.items():
-        yield Reading("tightkv:kv_cache_allocated_bytes", value, labels)
+        of_token[labels] += tensor.block_bytes
+        used[labels] += tensor.block_bytes * snapshot.groups[layer.group].num_used_blocks
+    total = sum(of_token.values())
+    for labels, value in of_token.items():
+        allocated = _pool_bytes(snapshot) * value / total
+        yield Reading("tightkv:kv_cache_allocated_bytes", allocated, labels)
         yield Reading("tightkv:kv_cache_used_bytes", used[labels], labels)
 
 
@@ -90,7 +95,7 @@ def _effective_bits(snapshot: EngineSnapshot) -> Iterator[Reading]:
 def _clip_ratios(snapshot: EngineSnapshot) -> Iterator[Reading]:
     largest: dict[tuple[str, str], float] = defaultdict(float)
     for layer, name, tensor in _tensors(snapshot):
-        group = _group_name(snapshot.pools[layer.group])
+        group = _group_name(snapshot.groups[layer.group])
         largest[group, name] = max(largest[group, name], tensor.clip_rate)
         labels = (str(layer.layer_idx), group, name)
         yield Reading("tightkv:kv_cache_layer_clip_ratio", tensor.clip_rate, labels)
@@ -113,5 +118,5 @@ def _scale_sources(snapshot: EngineSnapshot) -> Iterator[Reading]:
             yield Reading("tightkv:kv_cache_scale_source_info", 1, (span, name, *scales))
 
 
-def _group_name(pool: PoolSnapshot) -> str:
-    return "full" if pool.sliding_window is None else f"window_{pool.sliding_window}"
+def _group_name(group: GroupSnapshot) -> str:
+    return "full" if group.sliding_window is None else f"window_{group.sliding_window}"

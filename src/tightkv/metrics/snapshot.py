@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tightkv.metrics.stats import EngineStats
 
-__all__ = ["EngineSnapshot", "LayerSnapshot", "PoolSnapshot", "RequestSnapshot", "TensorSnapshot"]
+__all__ = [
+    "EngineSnapshot",
+    "GroupSnapshot",
+    "LayerSnapshot",
+    "PoolSnapshot",
+    "RequestSnapshot",
+    "TensorSnapshot",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +40,7 @@ class TensorSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSnapshot:
-    """One layer, and the index of its group in the snapshot's pools."""
+    """One layer, and the index of its group in the snapshot's groups."""
 
     layer_idx: int
     group: int
@@ -41,17 +49,28 @@ class LayerSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSnapshot:
-    """The blocks of one layer group.
+class GroupSnapshot:
+    """One layer group.
 
     Attributes:
         sliding_window: the group's window; None: full attention.
-        block_bytes: bytes of one block in all layers of the group.
+        num_used_blocks: that sequences use.
+    """
+
+    sliding_window: int | None
+    num_used_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSnapshot:
+    """The blocks, from which all layer groups take.
+
+    Attributes:
+        block_bytes: bytes of one block id.
         blocks: a letter per block: `.` free, `c` free but its content is remembered, `u` in use,
             `s` in use by several sequences.
     """
 
-    sliding_window: int | None
     block_bytes: int
     blocks: str
 
@@ -62,7 +81,7 @@ class RequestSnapshot:
 
     Attributes:
         status: waiting or running.
-        num_blocks: blocks of each group that its sequences hold.
+        num_blocks: blocks that its sequences hold.
     """
 
     request_id: str
@@ -84,13 +103,14 @@ class EngineSnapshot:
         num_running: sequences in the running batch.
         num_waiting: sequences that wait for room.
         block_size: tokens per block.
-        num_blocks: blocks of each group.
-        num_free_blocks: blocks that every group could still give.
+        num_blocks: blocks of the pool.
+        num_free_blocks: blocks that it could still give.
         max_model_len: longest sequence that is served.
         weight_bytes: bytes of the weights.
         peak_bytes: bytes planned for a step's intermediate results.
         total_bytes: memory that was available before the weights were loaded.
         bytes_per_token: KV bytes of one token in all layers.
+        blocks_for: how many blocks a sequence of so many tokens holds at most.
     """
 
     stats: EngineStats
@@ -104,6 +124,8 @@ class EngineSnapshot:
     peak_bytes: int
     total_bytes: int | None
     bytes_per_token: float
+    blocks_for: Callable[[int], int]
     layers: tuple[LayerSnapshot, ...]
-    pools: tuple[PoolSnapshot, ...]
+    groups: tuple[GroupSnapshot, ...]
+    pool: PoolSnapshot
     requests: tuple[RequestSnapshot, ...] = field(default=())

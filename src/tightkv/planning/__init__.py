@@ -14,6 +14,7 @@ from tightkv.planning.capacity_plan import (
     Range,
     Term,
 )
+from tightkv.planning.footprint import Footprint
 from tightkv.planning.hardware import HOSTS, Hardware, find_hardware, known_hardware
 from tightkv.planning.memory import (
     MemoryPlan,
@@ -34,6 +35,7 @@ __all__ = [
     "LANGUAGES",
     "CapacityPlan",
     "Decode",
+    "Footprint",
     "FormatChoice",
     "FormatPlan",
     "Hardware",

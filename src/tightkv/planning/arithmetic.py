@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tightkv.config import CacheConfig
 from tightkv.errors import InsufficientMemoryError
-from tightkv.kvcache import KVCacheSpec, LayerGroup, group_layers
+from tightkv.kvcache import KVCacheSpec, group_layers, layers_by_window
 from tightkv.planning.capacity_plan import (
     Decode,
     FormatPlan,
@@ -15,6 +15,7 @@ from tightkv.planning.capacity_plan import (
     PlanSettings,
     Range,
 )
+from tightkv.planning.footprint import Footprint
 from tightkv.planning.hardware import Hardware
 from tightkv.planning.memory import PoolRequest, plan_memory
 from tightkv.planning.model_facts import ModelFacts
@@ -57,100 +58,87 @@ def plan_format(
 ) -> FormatPlan:
     """Capacity with one choice of formats."""
     size = settings.tensor_parallel_size
-    groups = group_layers(rank_specs(choice.specs, size))
-    cache = _Cache(groups, settings, keeps_whole=settings.engine == "tightkv")
-    block_bytes = sum(group.block_bytes for group in groups)
-    num_blocks, fits = _blocks(cache, block_bytes, model, settings, memory)
-    pool = num_blocks * block_bytes if cache.keeps_whole else max(memory.pool.best, 0)
-    at_max = cache.requests(pool, settings.max_model_len)
-    at_typical = cache.requests(pool, settings.typical_len)
-    if settings.concurrency is not None:
-        fits = fits and at_max >= settings.concurrency
-    bits = sum(_values(spec) for group in groups for spec in group.specs)
+    specs = rank_specs(choice.specs, size)
+    pool = _pool(specs, model, settings, memory)
+    at_max = pool.requests(settings.max_model_len)
+    at_typical = pool.requests(settings.typical_len)
+    fits = pool.is_enough and at_max >= (settings.concurrency or 0)
+    values = sum(spec.num_kv_heads * (spec.head_size + spec.value_size) for spec in specs)
+    kinds = _kinds(specs, choice.is_latent)
+    used = sum(spec.block_bytes for spec in specs)
+    bytes_per_token = pool.footprint.bytes_per_token
     return FormatPlan(
         name=choice.name,
-        formats=_formats(groups, choice.is_latent),
+        formats=_formats(specs, choice.is_latent),
         has_integers=any(
             not fmt.code.dtype.is_floating_point
             for spec in choice.specs
             for fmt in (spec.k_format, spec.v_format)
         ),
-        effective_bits=8 * block_bytes / (bits * settings.block_size),
-        bytes_per_token=block_bytes / settings.block_size,
-        bytes_per_block=block_bytes,
-        layers=_kinds(groups, settings.block_size, choice.is_latent),
-        num_blocks=num_blocks,
-        pool_bytes=num_blocks * block_bytes,
-        num_tokens=_tokens(num_blocks, block_bytes, settings, memory.pool),
-        request_bytes=cache.request_bytes(settings.max_model_len),
+        effective_bits=8 * used / (values * settings.block_size),
+        bytes_per_token=bytes_per_token,
+        bytes_per_block=pool.bytes_per_block,
+        padding=1 - used / settings.block_size / bytes_per_token,
+        layers=kinds,
+        num_blocks=pool.num_blocks,
+        pool_bytes=pool.num_blocks * pool.bytes_per_block,
+        num_tokens=_tokens(pool, settings, memory.pool),
+        request_bytes=pool.footprint.most(settings.max_model_len),
         requests_at_max_len=at_max,
         requests_at_typical_len=at_typical,
-        longest_context=cache.longest(pool, max(model.max_position, settings.max_model_len)),
-        decode=decode_bound(groups, model, hardware, settings, int(at_typical)),
-        needed=_needed(cache, settings, memory),
+        longest_context=pool.footprint.longest(
+            pool.num_bytes, max(model.max_position, settings.max_model_len)
+        ),
+        decode=decode_bound(kinds, model, hardware, settings, int(at_typical)),
+        needed=_needed(pool.footprint, settings, memory),
         fits=fits,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Cache:
-    """How many bytes requests take.
+class _Pool:
+    """Room for requests.
 
     Attributes:
-        keeps_whole: whether layers with a window keep all tokens, as in TightKV; other engines
-            free the blocks that have left the window.
+        bytes_per_block: of one block id in TightKV's pool; elsewhere of a block in all layers.
+        num_bytes: room, of which blocks may leave a rest.
+        is_enough: whether the longest request fits, beside all else.
     """
 
-    groups: tuple[LayerGroup, ...]
-    settings: PlanSettings
-    keeps_whole: bool
+    footprint: Footprint
+    bytes_per_block: int
+    num_bytes: int
+    is_enough: bool
 
-    def request_bytes(self, num_tokens: int) -> int:
-        """Bytes of one request, in whole blocks."""
-        return sum(
-            group.block_bytes * self._blocks(group.sliding_window, num_tokens)
-            for group in self.groups
-        )
+    @property
+    def num_blocks(self) -> int:
+        return self.num_bytes // self.bytes_per_block
 
-    def requests(self, pool_bytes: int, num_tokens: int) -> float:
-        return pool_bytes / self.request_bytes(num_tokens)
-
-    def longest(self, pool_bytes: int, most: int) -> int:
-        """Tokens of the longest request that a pool holds, `most` at most."""
-        block_size = self.settings.block_size
-        low, high = 0, -(-most // block_size)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.request_bytes(middle * block_size) <= pool_bytes:
-                low = middle
-            else:
-                high = middle - 1
-        return min(low * block_size, most)
-
-    def _blocks(self, window: int | None, num_tokens: int) -> int:
-        block_size = self.settings.block_size
-        blocks = -(-num_tokens // block_size)
-        if window is None or self.keeps_whole:
-            return blocks
-        # The window can begin in the middle of a block.
-        return min(blocks, -(-window // block_size) + 1)
+    def requests(self, num_tokens: int) -> float:
+        return self.footprint.sequences(self.num_bytes, num_tokens)
 
 
-def _blocks(
-    cache: _Cache,
-    block_bytes: int,
+def _pool(
+    specs: tuple[KVCacheSpec, ...],
     model: ModelFacts,
     settings: PlanSettings,
     memory: DeviceMemory,
-) -> tuple[int, bool]:
-    """Blocks of the pool, and whether one request of `max_model_len` tokens fits."""
+) -> _Pool:
+    room = max(memory.pool.best, 0)
     if settings.engine != "tightkv":
-        pool = max(memory.pool.best, 0)
-        return pool // block_bytes, cache.request_bytes(settings.max_model_len) <= pool
+        kinds = tuple(
+            (window, sum(spec.block_bytes for spec in layers))
+            for window, layers in layers_by_window(specs).items()
+        )
+        footprint = Footprint(kinds, settings.block_size)
+        is_enough = footprint.most(settings.max_model_len) <= room
+        return _Pool(footprint, sum(size for _, size in kinds), room, is_enough)
+    groups = group_layers(specs)
     request = PoolRequest(
         max_model_len=settings.max_model_len if settings.is_length_given else None,
         max_position=model.max_position,
         max_num_seqs=settings.max_num_seqs,
+        max_chunk=settings.max_num_batched_tokens,
         total_bytes=memory.total.best,
         weight_bytes=memory.weights.best,
         peak_bytes=memory.activations.best,
@@ -160,14 +148,17 @@ def _blocks(
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
     )
+    size = groups[0].page_bytes
     try:
-        return plan_memory(cache.groups, config, request).num_blocks, True
+        plan = plan_memory(groups, config, request)
     except InsufficientMemoryError:
-        return max(memory.pool.best, 0) // block_bytes, False
+        footprint = Footprint.of(groups, settings.block_size, request.max_chunk)
+        return _Pool(footprint, size, room // size * size, is_enough=False)
+    return _Pool(plan.footprint, size, plan.pool_bytes, is_enough=True)
 
 
 def decode_bound(
-    groups: tuple[LayerGroup, ...],
+    kinds: tuple[LayerKind, ...],
     model: ModelFacts,
     hardware: Hardware,
     settings: PlanSettings,
@@ -186,7 +177,7 @@ def decode_bound(
     dense = rank_share(model, size, experts=False)
     experts = rank_share(model, size, experts=True)
     weight_bytes = weights * (dense + experts * model.touched_experts(num_requests))
-    kv_bytes = num_requests * _read_bytes(groups, settings)
+    kv_bytes = num_requests * _read_bytes(kinds, settings)
     active = dense + experts * model.experts_per_token / model.num_experts
     operations = 2.0 * num_requests * model.num_parameters * active
     memory_time = (weight_bytes + kv_bytes) / hardware.bandwidth
@@ -199,63 +190,59 @@ def decode_bound(
     )
 
 
-def _read_bytes(groups: tuple[LayerGroup, ...], settings: PlanSettings) -> float:
+def _read_bytes(kinds: tuple[LayerKind, ...], settings: PlanSettings) -> float:
     """Bytes of K and V that one decoded token reads."""
     return sum(
-        group.block_bytes
-        / settings.block_size
-        * min(settings.typical_len, group.sliding_window or settings.typical_len)
-        for group in groups
+        kind.bytes_per_token * min(settings.typical_len, kind.window or settings.typical_len)
+        for kind in kinds
     )
 
 
-def _needed(cache: _Cache, settings: PlanSettings, memory: DeviceMemory) -> tuple[Needed, ...]:
+def _needed(
+    footprint: Footprint, settings: PlanSettings, memory: DeviceMemory
+) -> tuple[Needed, ...]:
     if settings.concurrency is None:
         return ()
     needed = []
     for num_tokens in (settings.max_model_len, settings.typical_len):
-        pool = settings.concurrency * cache.request_bytes(num_tokens)
+        pool = footprint.of_sequences(settings.concurrency, num_tokens)
         rest = memory.weights.best + memory.activations.best + memory.reserve.best
         device = int((pool + rest) / settings.gpu_memory_utilization)
         needed.append(Needed(num_tokens, pool, device))
     return tuple(needed)
 
 
-def _tokens(num_blocks: int, block_bytes: int, settings: PlanSettings, pool: Range) -> Range:
-    best = num_blocks * settings.block_size
-    if settings.engine == "tightkv" or pool.is_exact:
-        return Range.exactly(best)
-    low, high = (
-        max(bound, 0) // block_bytes * settings.block_size for bound in (pool.low, pool.high)
+def _tokens(pool: _Pool, settings: PlanSettings, room: Range) -> Range:
+    """Tokens that fit in all layers, as if none left a window."""
+    whole = sum(size for _, size in pool.footprint.groups)
+    low, best, high = (
+        max(num_bytes, 0) // whole * settings.block_size
+        for num_bytes in (room.low, pool.num_bytes, room.high)
     )
+    if settings.engine == "tightkv" or room.is_exact:
+        return Range.exactly(best)
     return Range(low, best, high)
 
 
-def _kinds(
-    groups: tuple[LayerGroup, ...], block_size: int, is_latent: bool
-) -> tuple[LayerKind, ...]:
+def _kinds(specs: tuple[KVCacheSpec, ...], is_latent: bool) -> tuple[LayerKind, ...]:
     return tuple(
         LayerKind(
-            "latent" if is_latent else "window" if group.sliding_window else "full",
-            group.sliding_window,
-            len(group.specs),
-            group.block_bytes / block_size,
+            "latent" if is_latent else "window" if window else "full",
+            window,
+            len(layers),
+            sum(spec.block_bytes / spec.block_size for spec in layers),
         )
-        for group in groups
+        for window, layers in layers_by_window(specs).items()
     )
 
 
-def _formats(groups: tuple[LayerGroup, ...], is_latent: bool) -> tuple[str, ...]:
+def _formats(specs: tuple[KVCacheSpec, ...], is_latent: bool) -> tuple[str, ...]:
     """Each combination of K and V that occurs, with the number of its layers."""
     layers: dict[str, int] = {}
-    for spec in (spec for group in groups for spec in group.specs):
+    for spec in specs:
         k, v = spec.k_format.describe(), spec.v_format.describe()
         words = k if is_latent or k == v else f"K {k}, V {v}"
         layers[words] = layers.get(words, 0) + 1
     if len(layers) == 1:
         return tuple(layers)
     return tuple(f"{count} × {words}" for words, count in layers.items())
-
-
-def _values(spec: KVCacheSpec) -> int:
-    return spec.num_kv_heads * (spec.head_size + spec.value_size)

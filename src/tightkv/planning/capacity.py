@@ -190,9 +190,17 @@ def _notes(
     if model.latent is not None:
         notes += _latent_notes(model, size, choices[0].is_latent)
     if any(kind.window for plan in formats for kind in plan.layers):
-        notes.append(Message(f"note_window_{settings.engine}"))
-    most = settings.max_num_seqs * -(-settings.max_model_len // settings.block_size)
-    if settings.engine == "tightkv" and any(plan.num_blocks == most for plan in formats):
+        values = {"chunk": settings.max_num_batched_tokens}
+        notes.append(Message(f"note_window_{settings.engine}", values))
+    notes += [
+        Message("note_padding", {"name": plan.name, "padding": plan.padding})
+        for plan in formats
+        if plan.padding > 0
+    ]
+    most = settings.max_num_seqs
+    if settings.engine == "tightkv" and any(
+        plan.pool_bytes == most * plan.request_bytes for plan in formats
+    ):
         cut = {"number": settings.max_num_seqs, "length": settings.max_model_len}
         notes.append(Message("note_cut", cut))
     if model.num_shared_layers:

@@ -157,13 +157,15 @@ class FormatPlan:
         formats: what K and V of the layers are stored as, in words.
         has_integers: whether some of them are stored as whole numbers.
         effective_bits: bits per value, scales and padding included.
-        bytes_per_token: in all layers.
-        bytes_per_block: in all layers.
+        bytes_per_token: in all layers, padding of pages included.
+        bytes_per_block: of one block id in TightKV's pool; elsewhere of a block in all layers.
+        padding: share of bytes_per_token that no layer uses.
         layers: by kind.
         num_blocks: in the pool.
         pool_bytes: what the blocks take of the pool's room.
-        num_tokens: that the pool holds in all layers, low, best and high.
-        request_bytes: of one request of `max_model_len` tokens.
+        num_tokens: that the pool holds in all layers, as if none had left a window; low, best and
+            high.
+        request_bytes: of one request of `max_model_len` tokens, at most.
         requests_at_max_len: that fit at once.
         requests_at_typical_len: the same, of `typical_len` tokens.
         longest_context: tokens of the longest single request, as the pool and the model allow.
@@ -176,6 +178,7 @@ class FormatPlan:
     effective_bits: float
     bytes_per_token: float
     bytes_per_block: int
+    padding: float
     layers: tuple[LayerKind, ...]
     num_blocks: int
     pool_bytes: int

@@ -8,6 +8,7 @@ from pathlib import Path
 from tightkv.config import CacheConfig
 from tightkv.errors import ConfigError, InsufficientMemoryError
 from tightkv.kvcache import LayerGroup
+from tightkv.planning.footprint import Footprint
 
 __all__ = [
     "MemoryPlan",
@@ -28,6 +29,7 @@ class PoolRequest:
     Attributes:
         max_model_len: longest sequence asked for; None: as the model and the pool allow.
         max_position: longest sequence that the model knows.
+        max_chunk: tokens of a sequence that one step computes at most.
         total_bytes: memory available before the weights were loaded; None: the system does not
             tell.
         weight_bytes: bytes of the weights.
@@ -37,6 +39,7 @@ class PoolRequest:
     max_model_len: int | None
     max_position: int
     max_num_seqs: int
+    max_chunk: int
     total_bytes: int | None
     weight_bytes: int
     peak_bytes: int
@@ -47,18 +50,23 @@ class MemoryPlan:
     """The pool.
 
     Attributes:
-        num_blocks: blocks of each layer group.
-        block_size: tokens per block.
-        bytes_per_block: bytes of one block in all layers.
+        num_blocks: block ids, which all layer groups share.
+        bytes_per_block: bytes of one block id.
+        footprint: what sequences hold.
         max_model_len: longest sequence that is served.
         reason: where the size comes from, for the log.
     """
 
     num_blocks: int
-    block_size: int
     bytes_per_block: int
+    footprint: Footprint
     max_model_len: int
     reason: str
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.footprint.block_size
 
     @property
     def pool_bytes(self) -> int:
@@ -66,15 +74,16 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """Tokens that the pool holds in all layers, as if none had left a window."""
+        return self.num_blocks // len(self.footprint.groups) * self.block_size
 
     @property
     def bytes_per_token(self) -> float:
-        return self.bytes_per_block / self.block_size
+        return self.footprint.bytes_per_token
 
     def max_concurrency(self, num_tokens: int) -> float:
         """Sequences of `num_tokens` tokens that fit at once."""
-        return self.num_blocks / -(-num_tokens // self.block_size)
+        return self.footprint.sequences(self.pool_bytes, num_tokens)
 
 
 def plan_memory(
@@ -88,35 +97,37 @@ def plan_memory(
     """
     wanted = request.max_model_len or request.max_position
     check_max_model_len(request.max_model_len, request.max_position)
-    bytes_per_block = sum(group.block_bytes for group in groups)
+    bytes_per_block = groups[0].page_bytes
+    footprint = Footprint.of(groups, cache.block_size, request.max_chunk)
     budget, reason = _budget(cache, request)
-    blocks_per_sequence = -(-wanted // cache.block_size)
     num_blocks = budget // bytes_per_block
-    if num_blocks > blocks_per_sequence * request.max_num_seqs:
-        num_blocks = blocks_per_sequence * request.max_num_seqs
+    most = request.max_num_seqs * footprint.most(wanted) // bytes_per_block
+    if num_blocks > most:
+        num_blocks = most
         reason += f"; cut to {request.max_num_seqs} sequences of {wanted} tokens"
-    if num_blocks < 1 or (request.max_model_len and num_blocks < blocks_per_sequence):
-        needed = (blocks_per_sequence if request.max_model_len else 1) * bytes_per_block
-        raise InsufficientMemoryError(
-            f"The KV cache pool has {_size(budget)} ({reason}), but one sequence of "
-            f"{wanted if request.max_model_len else cache.block_size} tokens needs "
-            f"{_size(needed)}: raise --kv-cache-memory-bytes or --gpu-memory-utilization, lower "
-            "--max-model-len, or choose a narrower --kv-cache-dtype."
-        )
     pool_bytes = num_blocks * bytes_per_block
+    shortest = request.max_model_len or cache.block_size
+    needed = footprint.most(shortest)
+    if pool_bytes < needed:
+        raise InsufficientMemoryError(
+            f"The KV cache pool has {_size(budget)} ({reason}), but one sequence of {shortest} "
+            f"tokens needs {_size(needed)}: raise --kv-cache-memory-bytes or "
+            "--gpu-memory-utilization, lower --max-model-len, or choose a narrower "
+            "--kv-cache-dtype."
+        )
     if request.total_bytes is not None and pool_bytes + request.weight_bytes > request.total_bytes:
         raise InsufficientMemoryError(
             f"The KV cache pool of {_size(pool_bytes)} and the weights of "
             f"{_size(request.weight_bytes)} are more than the {_size(request.total_bytes)} "
             "available: lower --kv-cache-memory-bytes."
         )
-    max_model_len = min(wanted, num_blocks * cache.block_size)
+    max_model_len = footprint.longest(pool_bytes, wanted)
     if max_model_len < wanted:
         reason += f"; sequences of {wanted} tokens do not fit, so max_model_len is {max_model_len}"
     return MemoryPlan(
         num_blocks=num_blocks,
-        block_size=cache.block_size,
         bytes_per_block=bytes_per_block,
+        footprint=footprint,
         max_model_len=max_model_len,
         reason=reason,
     )

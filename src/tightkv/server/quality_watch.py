@@ -16,7 +16,7 @@ import torch
 
 from tightkv.config import CacheConfig, EngineConfig, SchedulerConfig
 from tightkv.engine.llm_engine import LLMEngine
-from tightkv.engine.pool import pool_bytes
+from tightkv.engine.pool import sequence_bytes
 from tightkv.engine.request import Request
 from tightkv.engine.resolve import quiet_log
 from tightkv.engine.sampling_params import SamplingParams
@@ -266,4 +266,4 @@ def _with_pool(config: EngineConfig, model: LoadedModel) -> EngineConfig:
 def _pool_bytes(config: EngineConfig, model: LoadedModel) -> int:
     """Bytes of a cache for the longest request that is scored."""
     longest = config.model.max_model_len or min(_LONGEST, model.max_position)
-    return pool_bytes(config, model, longest)
+    return sequence_bytes(config, model, longest)

@@ -9,6 +9,7 @@ from typing import TypedDict
 
 from tightkv.metrics import (
     EngineSnapshot,
+    GroupSnapshot,
     LayerSnapshot,
     PoolSnapshot,
     RequestSnapshot,
@@ -82,14 +83,20 @@ class MemoryState(TypedDict):
     per_token: float
 
 
+class GroupState(TypedDict):
+    """Layer groups with the same window; None: full attention."""
+
+    sliding_window: int | None
+    in_use: int
+
+
 class PoolState(TypedDict):
-    """Blocks of one layer group.
+    """The blocks, from which all layer groups take.
 
     `cells` are `[in use by one, shared, cached]` counts of `blocks_per_cell` blocks each (the last
     one may have fewer), in the order of the block ids; the rest of a cell is free.
     """
 
-    sliding_window: int | None
     block_bytes: int
     num_blocks: int
     in_use: int
@@ -142,10 +149,9 @@ class TensorState(TypedDict):
 
 
 class LayerState(TypedDict):
-    """One layer; `group` is an index of `pools`."""
+    """One layer."""
 
     layer: int
-    group: int
     k: TensorState
     v: TensorState
 
@@ -163,6 +169,7 @@ class QualityState(TypedDict):
 class State(TypedDict):
     """All of it.
 
+    `tokens` and `free_tokens` have room in all layers, as if none had left a window.
     `prefix_hit_rate` is a share of all prompt tokens since the start, None before the first;
     `quality` is None while the quality watch is off.
     """
@@ -170,8 +177,10 @@ class State(TypedDict):
     server: ServerState
     memory: MemoryState
     block_size: int
-    free_blocks: int
-    pools: list[PoolState]
+    tokens: int
+    free_tokens: int
+    groups: list[GroupState]
+    pool: PoolState
     num_running: int
     num_waiting: int
     prefix_hit_rate: float | None
@@ -202,7 +211,7 @@ def build(
         error: why the engine has died; None while it lives.
         quality: None while the quality watch is off.
     """
-    pools = [_pool(pool) for pool in snapshot.pools]
+    pool = _pool(snapshot.pool)
     stats = snapshot.stats
     queries = stats.prefix_cache_queries
     return {
@@ -216,10 +225,12 @@ def build(
             "healthy": error is None,
             "error": error,
         },
-        "memory": _memory(snapshot, pools),
+        "memory": _memory(snapshot, pool),
         "block_size": snapshot.block_size,
-        "free_blocks": snapshot.num_free_blocks,
-        "pools": pools,
+        "tokens": _tokens(snapshot, snapshot.num_blocks),
+        "free_tokens": _tokens(snapshot, snapshot.num_free_blocks),
+        "groups": _groups(snapshot.groups),
+        "pool": pool,
         "num_running": snapshot.num_running,
         "num_waiting": snapshot.num_waiting,
         "prefix_hit_rate": stats.prefix_cache_hits / queries if queries else None,
@@ -260,17 +271,26 @@ def _tensor_in_words(tensor: TensorSnapshot) -> str:
     return f"{tensor.format} ({tensor.bits:.4g} bits{scales})"
 
 
-def _memory(snapshot: EngineSnapshot, pools: Sequence[PoolState]) -> MemoryState:
+def _memory(snapshot: EngineSnapshot, pool: PoolState) -> MemoryState:
     return {
         "weights": snapshot.weight_bytes,
         "activations": snapshot.peak_bytes,
-        "pool": sum(pool["num_blocks"] * pool["block_bytes"] for pool in pools),
-        "pool_in_use": sum(
-            (pool["in_use"] + pool["shared"]) * pool["block_bytes"] for pool in pools
-        ),
+        "pool": pool["num_blocks"] * pool["block_bytes"],
+        "pool_in_use": (pool["in_use"] + pool["shared"]) * pool["block_bytes"],
         "total": snapshot.total_bytes,
         "per_token": snapshot.bytes_per_token,
     }
+
+
+def _tokens(snapshot: EngineSnapshot, num_blocks: int) -> int:
+    return num_blocks // len(snapshot.groups) * snapshot.block_size
+
+
+def _groups(groups: Sequence[GroupSnapshot]) -> list[GroupState]:
+    in_use: dict[int | None, int] = {}
+    for group in groups:
+        in_use[group.sliding_window] = in_use.get(group.sliding_window, 0) + group.num_used_blocks
+    return [{"sliding_window": window, "in_use": count} for window, count in in_use.items()]
 
 
 def _pool(pool: PoolSnapshot) -> PoolState:
@@ -284,7 +304,6 @@ def _pool(pool: PoolSnapshot) -> PoolState:
         (sum(counts) for counts in zip(*cells, strict=True)) if cells else (0, 0, 0)
     )
     return {
-        "sliding_window": pool.sliding_window,
         "block_bytes": pool.block_bytes,
         "num_blocks": len(blocks),
         "in_use": in_use,
@@ -341,7 +360,6 @@ def _tensor(tensor: TensorSnapshot) -> TensorState:
 def _layer(layer: LayerSnapshot) -> LayerState:
     return {
         "layer": layer.layer_idx,
-        "group": layer.group,
         "k": _tensor(layer.k),
         "v": _tensor(layer.v),
     }

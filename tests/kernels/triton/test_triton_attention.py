@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cache_cases import Scene, finite_codes, make_batch, make_scene, new_cache, tensor_format
+from cache_cases import (
+    Scene,
+    finite_codes,
+    in_pages,
+    make_batch,
+    make_scene,
+    new_cache,
+    tensor_format,
+    without_passed_blocks,
+)
 from tightkv.formats import BlockLayout, CodeType
 from tightkv.formats.base import CODE_TYPES
 from tightkv.kernels import AttentionParams
@@ -338,6 +347,24 @@ def test_nan_behind_the_last_token_does_not_matter(name: str) -> None:
             target[block, :, slot] = stored[block, :, slot]
     dirty = replace(scene, cache=replace(scene.cache, blocks=poisoned))
     assert torch.equal(clean, attend(dirty, params_for(scene)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_before_the_window_do_not_matter(name: str) -> None:
+    scene = make_scene(
+        k=name, v=name, lengths=((1, 17), (3, 21), (1, 260)), num_kv_heads=1, head_size=32
+    )
+    params = params_for(scene, sliding_window=3)
+    passed = without_passed_blocks(scene, 3)
+    assert torch.equal(attend(passed, params), attend(scene, params))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_in_pages(name: str) -> None:
+    """What lies between the blocks of a layer does not matter."""
+    scene = make_scene(k=name, v=name, lengths=((1, 17), (3, 40)), num_kv_heads=1, head_size=32)
+    paged = replace(scene, cache=in_pages(scene.cache))
+    assert torch.equal(attend(paged, params_for(scene)), attend(scene, params_for(scene)))
 
 
 @pytest.mark.parametrize("name", ["float32", "int8+channel+dynamic", "fp8_e4m3+head"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,11 +115,14 @@ def test_strided_and_narrow_inputs() -> None:
 @pytest.mark.parametrize("name", ["float16", "int8+dynamic", "fp8_e4m3+channel+dynamic"])
 def test_only_the_given_slots_are_touched_and_padding_is_zero(name: str) -> None:
     """In blocks that hold something else; K and V of unlike formats."""
-    layout = BlockLayout(tensor_format(name), tensor_format("int8+head"), 2, 33, 21, 32)
-    cache = new_cache(layout, 3)
-    cache.blocks.fill_(0x33)
+    alone = BlockLayout(tensor_format(name), tensor_format("int8+head"), 2, 33, 21, 32)
+    in_page = replace(alone, page_bytes=alone.block_bytes + 192, k_offset=128)
     slots = torch.tensor([40, 95, 0])
-    assert_same_as_reference(layout, torch.randn(3, 2, 33), torch.randn(3, 2, 21), slots, cache)
+    for layout in (alone, in_page):
+        cache = new_cache(layout, 3)
+        cache.blocks.fill_(0x33)
+        key, value = torch.randn(3, 2, 33), torch.randn(3, 2, 21)
+        assert_same_as_reference(layout, key, value, slots, cache)
 
 
 def test_counts_are_added_and_flags_are_kept() -> None:

@@ -142,7 +142,7 @@ def _logits(
     position = start + column * K.pack
     tile = position // 16 % (S.layer.block_size // 16)
     base = _block_of(table, position, end, S.layer.block_size, 16 // K.pack) * K.block
-    base += kv_head * K.head + tile * (16 * K.stored_units // K.pack)
+    base += K.offset + kv_head * K.head + tile * (16 * K.stored_units // K.pack)
     base += column % (16 // K.pack)  # a tile of keys starts with a tile of the block
     unit = tl.arange(0, K.units)
     at = codes + (base[None, :] + unit[:, None] * (16 // K.pack))
@@ -169,6 +169,7 @@ def _load_v(
     table: tl.tensor,
     kv_head: tl.tensor,
     start: tl.tensor,
+    first: tl.tensor,
     end: tl.tensor,
     S: tl.constexpr,
 ) -> tl.tensor:
@@ -185,7 +186,10 @@ def _load_v(
     at = codes + (base[:, None] + inner[None, :])
     inside = column[None, :] < V.stored // V.pack
     # Behind the last token may lie NaN, which a weight of 0 would not undo; int8 has none.
+    # So it may before the window, whose blocks are others' by then.
     written = (position < end)[:, None]
+    if S.window:
+        written &= (position >= first)[:, None]
     if V.interleave == 2 and V.stored == V.tile:
         return tl.load(at)
     elif V.interleave == 2:
@@ -223,16 +227,20 @@ def _load_scales(
     table: tl.tensor,
     kv_head: tl.tensor,
     start: tl.tensor,
+    first: tl.tensor,
     end: tl.tensor,
     S: tl.constexpr,
     T: tl.constexpr,
 ) -> tl.tensor:
-    """Dynamic scales of a tile of keys; 0 behind the last token."""
+    """Dynamic scales of a tile of keys; 0 behind the last token and before the window."""
     position = start + tl.arange(0, S.tokens)
     block = _block_of(table, position, end, S.layer.block_size, 16)
     at = block * T.scale_block + T.scale_offset + kv_head * S.layer.block_size
     at += position % S.layer.block_size
-    return tl.load(scales + at, mask=position < end, other=0.0).to(tl.float32)
+    written = position < end
+    if S.window:
+        written &= position >= first
+    return tl.load(scales + at, mask=written, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -248,6 +256,7 @@ def _add_tile(
     table: tl.tensor,
     kv_head: tl.tensor,
     start: tl.tensor,
+    first: tl.tensor,
     end: tl.tensor,
     largest: tl.tensor,
     weight_sum: tl.tensor,
@@ -256,9 +265,10 @@ def _add_tile(
 ) -> tl.tuple:
     """Take a tile of keys into a partition's largest logit, sum of weights and weighted sum."""
     logits = _logits(q, k_codes, table, kv_head, start, end, S) * factor[:, None]
-    stored_v = _load_v(v_codes, table, kv_head, start, end, S)
+    stored_v = _load_v(v_codes, table, kv_head, start, first, end, S)
     if S.layer.k.dynamic:
-        logits *= _load_scales(scales, table, kv_head, start, end, S, S.layer.k)[None, :]
+        k_scales = _load_scales(scales, table, kv_head, start, first, end, S, S.layer.k)
+        logits *= k_scales[None, :]
     if S.softcap:
         logits = _tanh(logits) * (softcap * LOG2_E)
     position = (start + tl.arange(0, S.tokens))[None, :]
@@ -273,7 +283,8 @@ def _add_tile(
     weight_sum = weight_sum * shrink + steps.to(tl.float32) * (1.0 / _WEIGHT_STEPS)
     sums *= shrink[:, None]  # exact, and so is the product in the fma
     if S.layer.v.dynamic:
-        weights *= _load_scales(scales, table, kv_head, start, end, S, S.layer.v)[None, :]
+        v_scales = _load_scales(scales, table, kv_head, start, first, end, S, S.layer.v)
+        weights *= v_scales[None, :]
         up, down = _scale_of(tl.max(weights, axis=1))
         added = tl.zeros([S.rows, S.layer.v.tile], tl.float32)
         added = _weigh(weights * down[:, None], stored_v, added, S)
@@ -326,6 +337,7 @@ def attend_partition(
             table,
             kv_head,
             tile * S.tokens,
+            first,
             end,
             largest,
             weight_sum,

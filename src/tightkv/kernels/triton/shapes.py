@@ -114,7 +114,7 @@ class LayerShape:
                 layout.k_format,
                 layout.head_size,
                 layout.padded_head_size,
-                0,
+                layout.k_offset,
                 layout.k_scale_offset,
             ),
             _tensor_shape(
@@ -292,10 +292,10 @@ def _tensor_shape(
         stored_units=stored // code.interleave,
         static=tensor_format.static is not None,
         dynamic=tensor_format.dynamic,
-        block=layout.block_bytes // unit_bytes,
+        block=layout.stride // unit_bytes,
         offset=offset // unit_bytes,
         head=layout.block_size * stored // (code.interleave * pack),
-        scale_block=layout.block_bytes // 2,
+        scale_block=layout.stride // 2,
         scale_offset=scale_offset // 2,
     )
 
