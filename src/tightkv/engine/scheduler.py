@@ -2,7 +2,8 @@
 
 Running sequences come first, oldest first, then new ones as far as token budget, sequence limit
 and blocks allow, and until the step has work enough. When the pool is full the youngest running
-sequence is preempted: its blocks are given up, and it is computed anew later, to the same tokens.
+sequence is preempted: its blocks are given up, and it is computed anew later, to the same tokens,
+or they are moved to the swap space, and it goes on where it was (`engine/preemption.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from tightkv.config import SchedulerConfig
+from tightkv.engine.preemption import Preemption, Recomputation
 from tightkv.engine.sequence import Sequence, SequenceStatus
 from tightkv.kvcache import KVCacheManager
 from tightkv.metrics import EngineStats
@@ -67,11 +69,17 @@ class Scheduler:
     """Holds the waiting and the running sequences."""
 
     def __init__(
-        self, config: SchedulerConfig, manager: KVCacheManager, stats: EngineStats
+        self,
+        config: SchedulerConfig,
+        manager: KVCacheManager,
+        stats: EngineStats,
+        preemption: Preemption | None = None,
     ) -> None:
+        """Start with no sequence; `preemption` is by recomputation unless another is given."""
         self._config = config
         self._manager = manager
         self._stats = stats
+        self._preemption = preemption or Recomputation(manager, stats)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -121,11 +129,9 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         self.running.remove(victim)
-        self._manager.free(victim.seq_id)
+        self._preemption.take_blocks(victim)
         self._stats.num_preemptions += 1
-        self._stats.num_preempted_tokens += victim.num_computed_tokens
         victim.status = SequenceStatus.WAITING
-        victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         self.waiting.appendleft(victim)
 
@@ -150,6 +156,8 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, budget: _StepBudget) -> ScheduledChunk | None:
         """Begin a waiting sequence, if all of its tokens have room now."""
+        if self._preemption.is_swapped(sequence):
+            return self._resume(sequence, budget)
         limit = 0 if sequence.needs_prompt_logprobs else sequence.num_tokens - 1
         num_cached = self._manager.get_computed_blocks(
             sequence.seq_id, sequence.hasher, sequence.token_ids, limit
@@ -167,6 +175,18 @@ class Scheduler:
             sequence.num_cached_tokens = num_cached
             self._stats.prefix_cache_queries += sequence.prompt_len
             self._stats.prefix_cache_hits += num_cached
+        return self._run(sequence, num_tokens, budget)
+
+    def _resume(self, sequence: Sequence, budget: _StepBudget) -> ScheduledChunk | None:
+        """Go on with a sequence whose blocks were moved, if all of its tokens have room now."""
+        num_tokens = self._chunk_size(sequence, budget)
+        if num_tokens == 0:
+            return None
+        if self._preemption.bring_back(sequence):
+            return self._run(sequence, num_tokens, budget)
+        return None if self._preemption.is_swapped(sequence) else self._start(sequence, budget)
+
+    def _run(self, sequence: Sequence, num_tokens: int, budget: _StepBudget) -> ScheduledChunk:
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
         return budget.take(sequence, num_tokens)

@@ -4,6 +4,7 @@ from tightkv.kvcache.kv_cache_manager import KVCacheManager
 from tightkv.kvcache.metadata import AttentionMetadata
 from tightkv.kvcache.spec import KVCacheSpec, LayerGroup, group_layers
 from tightkv.kvcache.storage import KVCacheStorage
+from tightkv.kvcache.swapping_manager import SwappingKVCacheManager
 
 __all__ = [
     "AttentionMetadata",
@@ -11,5 +12,6 @@ __all__ = [
     "KVCacheSpec",
     "KVCacheStorage",
     "LayerGroup",
+    "SwappingKVCacheManager",
     "group_layers",
 ]
