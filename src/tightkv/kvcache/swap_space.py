@@ -188,10 +188,8 @@ class SwapSpace:
             _gather(self._groups[group], blocks[piece], rows)
             for first, run in _runs(slots[piece]):
                 self._memory.write(first, rows[run])
-        num_bytes = len(blocks) * self.slot_bytes
-        self.costs.copy_out.note(num_bytes, time.perf_counter() - begin)
+        self.costs.copy_out.note(len(blocks) * self.slot_bytes, time.perf_counter() - begin)
         self._stats.num_swapped_out_blocks += len(blocks)
-        self._stats.num_swapped_out_bytes += num_bytes
 
     def _copy_in(self, group: int, slots: Sequence[int], blocks: Sequence[int]) -> None:
         begin = time.perf_counter()
@@ -201,10 +199,8 @@ class SwapSpace:
             for first, run in _runs(slots[piece]):
                 self._memory.read(first, rows[run])
             _scatter(rows, self._groups[group], blocks[piece])
-        num_bytes = len(blocks) * self.slot_bytes
-        self.costs.copy_in.note(num_bytes, time.perf_counter() - begin)
+        self.costs.copy_in.note(len(blocks) * self.slot_bytes, time.perf_counter() - begin)
         self._stats.num_swapped_in_blocks += len(blocks)
-        self._stats.num_swapped_in_bytes += num_bytes
 
     def _time_a_copy(self) -> None:
         """The speeds to begin with; real copies correct them."""

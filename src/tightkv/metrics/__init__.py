@@ -7,6 +7,7 @@ from tightkv.metrics.snapshot import (
     LayerSnapshot,
     PoolSnapshot,
     RequestSnapshot,
+    SwapSnapshot,
     TensorSnapshot,
 )
 from tightkv.metrics.stats import EngineStats
@@ -21,6 +22,7 @@ __all__ = [
     "RequestSnapshot",
     "RequestStats",
     "Spread",
+    "SwapSnapshot",
     "TensorSnapshot",
     "kl_divergence",
 ]

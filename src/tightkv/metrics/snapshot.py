@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 
 from tightkv.metrics.stats import EngineStats
 
-__all__ = ["EngineSnapshot", "LayerSnapshot", "PoolSnapshot", "RequestSnapshot", "TensorSnapshot"]
+__all__ = [
+    "EngineSnapshot",
+    "LayerSnapshot",
+    "PoolSnapshot",
+    "RequestSnapshot",
+    "SwapSnapshot",
+    "TensorSnapshot",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +83,25 @@ class RequestSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwapSnapshot:
+    """The swap space; all 0 without one.
+
+    Attributes:
+        num_slots: blocks that it can hold.
+        slot_bytes: bytes of each.
+        num_used_slots: those that preempted sequences hold.
+        num_kept_slots: those that hold what the prefix cache gave up.
+        num_sequences: preempted sequences whose blocks it holds.
+    """
+
+    num_slots: int = 0
+    slot_bytes: int = 0
+    num_used_slots: int = 0
+    num_kept_slots: int = 0
+    num_sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
     """All of it.
 
@@ -107,3 +133,4 @@ class EngineSnapshot:
     layers: tuple[LayerSnapshot, ...]
     pools: tuple[PoolSnapshot, ...]
     requests: tuple[RequestSnapshot, ...] = field(default=())
+    swap: SwapSnapshot = field(default=SwapSnapshot())

@@ -37,8 +37,6 @@ class EngineStats:
     num_swaps: int = 0
     num_swap_fallbacks: int = 0
     num_swapped_out_blocks: int = 0
-    num_swapped_out_bytes: int = 0
     num_swapped_in_blocks: int = 0
-    num_swapped_in_bytes: int = 0
     num_fetched_tokens: int = 0
     clip_rates: dict[int, tuple[float, float]] = field(default_factory=dict)
