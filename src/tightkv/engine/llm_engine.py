@@ -390,7 +390,8 @@ class LLMEngine:
     def _open_swap_memory(self, cache: CacheConfig) -> SwapMemory | None:
         if cache.swap_space == 0:
             return None
-        num_bytes = int(cache.swap_space * GIB)
+        whole, part = divmod(cache.swap_space, 1)
+        num_bytes = int(whole) * GIB + int(part * GIB)  # in one product 1e300 GiB would overflow
         return open_swap_memory(num_bytes, cache.swap_dir, self.device, available_memory())
 
     def _make_swap_space(self, memory: SwapMemory | None) -> SwapSpace | None:
