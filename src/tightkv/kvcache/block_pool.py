@@ -35,7 +35,7 @@ class BlockPool:
     @property
     def num_cached_blocks(self) -> int:
         """Free blocks whose content can be taken back."""
-        return sum(block in self._hash_of_block for block in self._free)
+        return sum(map(self._hash_of_block.__contains__, self._free))
 
     def ref_count(self, block: int) -> int:
         """Sequences that use the block."""

@@ -16,9 +16,10 @@ class Rate:
         self._seconds = 0.0
 
     def note(self, amount: float, seconds: float) -> None:
-        """Take in one more measurement."""
-        self._amount = _MEMORY * self._amount + amount
-        self._seconds = _MEMORY * self._seconds + seconds
+        """Take in one more measurement; one of nothing is none."""
+        if amount:
+            self._amount = _MEMORY * self._amount + amount
+            self._seconds = _MEMORY * self._seconds + seconds
 
     @property
     def per_second(self) -> float | None:
