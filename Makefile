@@ -72,9 +72,10 @@ test-isa-aarch64:
 	@qemu-aarch64 build/isa-aarch64/isa_agreement
 
 .PHONY: bench
-bench: install ## Speed of the decode kernel and of linear layers, quality by KV format
+bench: install ## Speed of the decode kernel, of linear layers and of scheduling, quality by KV format
 	@$(BIN)/python benchmarks/kernels/decode_attention.py
 	@$(BIN)/python benchmarks/kernels/linear.py
+	@$(BIN)/python -m benchmarks.scheduler
 	@$(BIN)/python -m benchmarks.quality.kv_quality
 
 .PHONY: bench-cpu

@@ -25,9 +25,13 @@ def prompts(count: int = 4, length: int = 37) -> list[list[int]]:
 
 
 def tiny_llm(folder: Path, **options: Any) -> LLM:
-    """An engine of at most 4 sequences; pass `pool_tokens` to size its pool in tokens."""
+    """An engine of at most 4 sequences; pass `pool_tokens` to size its pool in tokens.
+
+    It checks its notes after every step, and overwrites lost blocks.
+    """
     pool_tokens = options.pop("pool_tokens", 1024)
-    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **options}
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "debug_integrity": True}
+    options = {**defaults, **options}
     model = loaded(folder)
     plan = LLM(model, kv_cache_memory_bytes=64 << 20, **options).engine.plan
     num_blocks = -(-pool_tokens // plan.block_size)

@@ -83,6 +83,11 @@ class CacheConfig:
         0.9, "share of the device's memory (on a CPU: of the free memory) for weights and KV cache"
     )
     enable_prefix_caching: bool = _option(True, "reuse the blocks of equal prompt beginnings")
+    debug_integrity: bool = _option(
+        False,
+        "check all that is noted about blocks after every step, and overwrite freed blocks; for "
+        "the search of faults",
+    )
     swap_space: float = _option(
         0.0,
         "GiB for blocks of preempted sequences and of evicted prefixes, on a CPU in a file; 0: "
@@ -108,6 +113,12 @@ class SchedulerConfig:
         "what becomes of preempted sequences: swap moves their blocks to the swap space, recompute "
         "computes them anew, auto does what costs less; without a swap space, recompute",
         choices=PREEMPTION_MODES,
+    )
+    scheduling_policy: str = _option(
+        "fcfs",
+        "which waiting request starts first: fcfs the one that came first, priority the one with "
+        "the lowest priority",
+        choices=("fcfs", "priority"),
     )
     seed: int = _option(0, "seed of requests that bring none")
 

@@ -14,6 +14,7 @@ TightKVError
 │   └── PromptTooLongError
 ├── KernelError (also RuntimeError)      no kernel for what was asked, or wrong tensors
 └── EngineError (also RuntimeError)      the engine failed while it ran
+    └── IntegrityError                   its notes contradict each other (--debug-integrity)
 
 A message says what is wrong, what was given, what is allowed, and what to do.
 """
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigError",
     "EngineError",
     "InsufficientMemoryError",
+    "IntegrityError",
     "InvalidSamplingParamsError",
     "KernelError",
     "OutputError",
@@ -90,3 +92,7 @@ class KernelError(TightKVError, RuntimeError):
 
 class EngineError(TightKVError, RuntimeError):
     """The engine failed while it ran."""
+
+
+class IntegrityError(EngineError):
+    """What is noted about blocks and sequences contradicts itself; the engine must not go on."""

@@ -59,6 +59,7 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         on_finished: ProgressCallback | None = None,
+        priority: Seq[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts.
 
@@ -66,6 +67,7 @@ class LLM:
             prompts: a text or token ids, or a list of such.
             sampling_params: for all, or one per prompt; default: `SamplingParams()`.
             on_finished: called with each request's output as soon as it is finished.
+            priority: of each prompt, the lower the earlier; with `scheduling_policy="priority"`.
 
         Returns:
             One output per prompt, in their order. A request that failed while it ran has
@@ -76,7 +78,11 @@ class LLM:
         """
         batch = _as_batch(prompts)
         params = _one_each(sampling_params, len(batch))
-        return self._run(batch, params, [None] * len(batch), on_finished)
+        if priority is not None and len(priority) != len(batch):
+            raise RequestError(
+                f"There are {len(batch)} prompts and {len(priority)} priorities: give one for each."
+            )
+        return self._run(batch, params, [None] * len(batch), on_finished, priority)
 
     def chat(
         self,
@@ -111,12 +117,18 @@ class LLM:
         params: Seq[SamplingParams],
         texts: Seq[str | None],
         on_finished: ProgressCallback | None,
+        priorities: Seq[int] | None = None,
     ) -> list[RequestOutput]:
         requests = []
+        priorities = priorities or [0] * len(prompts)
         try:
-            for prompt, param, text in zip(prompts, params, texts, strict=True):
+            for prompt, param, text, priority in zip(
+                prompts, params, texts, priorities, strict=True
+            ):
                 request_id = f"offline-{next(self._ids)}"
-                requests.append(self.engine.add_request(request_id, prompt, param, text))
+                requests.append(
+                    self.engine.add_request(request_id, prompt, param, text, priority=priority)
+                )
             while self.engine.has_unfinished_requests:
                 for request in self.engine.step():
                     if request.is_finished and on_finished is not None:

@@ -42,6 +42,7 @@ def model(folder: Path) -> LoadedModel:
 
 def test_every_token_of_a_load_has_a_time(folder: Path) -> None:
     llm = tiny_llm(folder, pool_tokens=160)
+    llm.engine.scheduler.num_reserved_tokens = 0  # so that some are preempted
     requests = [BenchRequest(tuple(prompt), 12) for prompt in prompts(6)]
     told: list[tuple[str, int, int]] = []
     load = run_load(llm.engine, requests, lambda *of: told.append(of), "some")
@@ -51,7 +52,7 @@ def test_every_token_of_a_load_has_a_time(folder: Path) -> None:
         assert timing.start < timing.token_times[0]
         assert sorted(timing.token_times) == [*timing.token_times]
     assert told[-1] == ("some", 72, 72)
-    assert load.preemptions == llm.engine.stats.num_preemptions > 0  # 160 tokens are too few
+    assert load.preemptions == llm.engine.stats.num_preemptions > 0
     assert 1 < load.mean_running <= load.peak_running <= 4
     assert not llm.engine.requests
 

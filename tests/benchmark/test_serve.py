@@ -56,7 +56,7 @@ def test_all_requests_are_answered_as_long_as_asked(target: Target) -> None:
     assert (figures.total_input_tokens, figures.total_output_tokens) == (8 * 20, 8 * 6)
     for timing in figures.timings:
         assert len(timing.token_times) == 6
-        assert 0 < timing.ttft < timing.e2el < figures.duration
+        assert 0 < timing.ttft <= timing.e2el < figures.duration  # all may come at once
     assert told[-1] == ("load 1 of 1", 8, 8)
     document = report.as_json(run, detailed=True)
     assert document["request_rate"] == "inf"

@@ -18,6 +18,7 @@ from tightkv.errors import (
     ConfigError,
     EngineError,
     InsufficientMemoryError,
+    PromptTooLongError,
     RequestError,
     ScaleError,
     UnsupportedModelError,
@@ -99,7 +100,7 @@ def test_prompt_logprobs_are_those_of_transformers(folder: Path) -> None:
 def test_prompt_logprobs_survive_preemption(folder: Path) -> None:
     params = SamplingParams(temperature=0, prompt_logprobs=0, max_tokens=40, ignore_eos=True)
     roomy = tiny_llm(folder, pool_tokens=2048).generate(prompts(4, 60), params)
-    tight = tiny_llm(folder, pool_tokens=160)
+    tight = tiny_llm(folder, pool_tokens=192)
     assert tight.generate(prompts(4, 60), params) == roomy
     assert tight.engine.stats.num_preemptions > 0
 
@@ -303,6 +304,50 @@ def test_impossible_requests_are_refused_at_once(
     assert token_ids(llm, prompts(1))
 
 
+def test_priority_is_refused_where_it_would_change_nothing(llm: LLM) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompts(2), GREEDY, priority=[0, 1])
+    assert "--scheduling-policy priority" in one_sentence(caught.value)
+    assert not llm.engine.has_unfinished_requests
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompts(2), GREEDY, priority=[0])
+    assert "2 prompts and 1 priorities" in one_sentence(caught.value)
+    assert len(llm.generate(prompts(2), GREEDY, priority=[0, 0])) == 2
+
+
+def test_the_lowest_priority_is_answered_first(folder: Path) -> None:
+    llm = tiny_llm(folder, max_num_seqs=1, scheduling_policy="priority")
+    finished: list[str] = []
+    outputs = llm.generate(
+        prompts(4),
+        GREEDY,
+        priority=[0, 3, -1, 0],
+        on_finished=lambda output: finished.append(output.request_id),
+    )
+    assert finished == [outputs[index].request_id for index in (2, 0, 3, 1)]
+    expected = tiny_llm(folder).generate(prompts(4), GREEDY)
+    assert [o.outputs for o in outputs] == [o.outputs for o in expected]
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_what_is_not_refused_can_be_served(folder: Path, chunked: bool) -> None:
+    """A pool shorter than the model, and requests that go to its end, n of them at once."""
+    llm = tiny_llm(folder, pool_tokens=100, enable_chunked_prefill=chunked, debug_integrity=True)
+    limit = llm.engine.plan.max_model_len
+    assert limit == 112
+    for params in (
+        SamplingParams(max_tokens=None, ignore_eos=True, n=3),
+        SamplingParams(temperature=0, max_tokens=10**9, ignore_eos=True, min_tokens=500),
+        SamplingParams(forced_token_ids=[1] * (limit - 40), max_tokens=None),
+    ):
+        for output in llm.generate([prompts(1, 40)[0]] * 3, params):
+            assert {len(completion.token_ids) for completion in output.outputs} == {limit - 40}
+    for length, forced in ((limit, None), (limit - 1, [1, 1])):
+        with pytest.raises(PromptTooLongError) as caught:
+            llm.generate([[1] * length], SamplingParams(forced_token_ids=forced, max_tokens=None))
+        assert str(limit) in one_sentence(caught.value)
+
+
 def test_a_name_in_use_is_refused(folder: Path) -> None:
     llm = tiny_llm(folder)
     llm.engine.add_request("a", [1, 2], GREEDY)
@@ -324,6 +369,7 @@ def test_a_name_in_use_is_refused(folder: Path) -> None:
         ({"block_size": 24}, ConfigError, "multiple of 16"),
         ({"gpu_memory_utilization": 1.5}, ConfigError, "gpu_memory_utilization"),
         ({"device": "gpu"}, ConfigError, "'gpu'"),
+        ({"scheduling_policy": "lifo"}, ConfigError, "fcfs or priority"),
         ({"max_num_seqs": "4"}, ConfigError, "max_num_seqs"),
         ({"kv_cache_memory_bytes": 2e6}, ConfigError, "kv_cache_memory_bytes"),
         (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
@@ -78,3 +81,18 @@ def test_dynamic_int8_costs_what_the_simulation_says() -> None:
     figures = divergence.figures()
     assert 0.0003 < figures.kld.mean <= 0.0015
     assert figures.same_top_p >= 0.98
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_of_the_largest_steps_is_what_was_planned_for() -> None:
+    script = Path(__file__).with_name("largest_step.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(smollm2_folder())],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    grown, planned = map(int, done.stdout.split())
+    assert planned == pytest.approx(grown, rel=0.15)

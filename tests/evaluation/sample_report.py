@@ -12,9 +12,7 @@ from tightkv.evaluation.report import (
     BucketFigures,
     CacheFigures,
     DataEntry,
-    Distribution,
     EvaluationReport,
-    FidelityFigures,
     FidelityPass,
     GenerationFigures,
     LayerFigures,
@@ -25,6 +23,7 @@ from tightkv.evaluation.report import (
     Thresholds,
 )
 from tightkv.evaluation.verdict import judge
+from tightkv.metrics import DivergenceFigures, Spread
 
 BUCKETS = ((0, 512), (512, 1024), (1024, 2048), (2048, 4096))
 NUM_LAYERS = 30
@@ -134,7 +133,7 @@ def arm_report(
 def fidelity_pass(
     sketch: Sketch, factor: float, buckets: Sequence[tuple[int, int]], num_tokens: int
 ) -> FidelityPass:
-    def figures(share: float, part: float) -> FidelityFigures:
+    def figures(share: float, part: float) -> DivergenceFigures:
         return fidelity_figures(
             sketch.kld * factor * part, sketch.flips * math.sqrt(part), int(num_tokens * share)
         )
@@ -155,11 +154,11 @@ def fidelity_pass(
 
 def fidelity_figures(
     kld: float, flips: float, num_tokens: int, *, kld_error: float | None = None
-) -> FidelityFigures:
+) -> DivergenceFigures:
     error = 3.1 * kld / math.sqrt(num_tokens) if kld_error is None else kld_error
     ln_ratio = kld / 2
     spread = math.sqrt(kld)
-    return FidelityFigures(
+    return DivergenceFigures(
         num_tokens=num_tokens,
         ppl=11.883 * math.exp(ln_ratio),
         ppl_standard_error=0.4,
@@ -173,7 +172,7 @@ def fidelity_figures(
         ppl_difference_standard_error=12 * spread / math.sqrt(num_tokens),
         ln_correlation=1 - kld,
         kld=distribution(kld, error, (60, 22, 8.2, 3.5, 2.2, 0.4, 0.02, 0.004, 0.0001), 160),
-        delta_p=Distribution(
+        delta_p=Spread(
             mean=-kld / 4,
             standard_error=spread / math.sqrt(num_tokens),
             minimum=-4 * spread,
@@ -187,11 +186,9 @@ def fidelity_figures(
     )
 
 
-def distribution(
-    mean: float, error: float, factors: Sequence[float], largest: float
-) -> Distribution:
+def distribution(mean: float, error: float, factors: Sequence[float], largest: float) -> Spread:
     names = ("99.9%", "99.5%", "99%", "95%", "90%", "median", "10%", "5%", "1%")
-    return Distribution(
+    return Spread(
         mean=mean,
         standard_error=error,
         minimum=0.0,

@@ -25,7 +25,7 @@ from tightkv.calibration.progress import no_progress
 from tightkv.evaluation.arms import Arm, Arms
 from tightkv.evaluation.fidelity import decode_parts, measure_fidelity
 from tightkv.evaluation.journal import Journal
-from tightkv.evaluation.report import FidelityFigures
+from tightkv.metrics import DivergenceFigures
 from tightkv.models import LoadedModel
 from tightkv.models.compatibility import quiet_transformers
 from tiny_engine import loaded
@@ -197,7 +197,7 @@ def compare(folder: Path, model: LoadedModel, num_tokens: int) -> dict[str, floa
     return means
 
 
-def assert_close(figures: FidelityFigures, expected: numpy.ndarray, what: str) -> None:
+def assert_close(figures: DivergenceFigures, expected: numpy.ndarray, what: str) -> None:
     mean, error = expected.mean(), expected.std(ddof=1) / len(expected) ** 0.5
     found = f"{what}: {figures.kld.mean:.6f}, simulated {mean:.6f} ± {error:.6f}"
     logging.getLogger(__name__).info(found)  # shown by pytest --log-cli-level=info

@@ -24,7 +24,7 @@ from tightkv.evaluation.fidelity import (
     measure_noise_floor,
 )
 from tightkv.evaluation.journal import Journal
-from tightkv.evaluation.report import FidelityFigures, FidelityPass, PassName
+from tightkv.evaluation.report import FidelityPass, PassName
 from tightkv.kernels import (
     AttentionBatch,
     AttentionParams,
@@ -32,7 +32,7 @@ from tightkv.kernels import (
     LayerCache,
     select_backend,
 )
-from tightkv.metrics import kl_divergence
+from tightkv.metrics import DivergenceFigures, kl_divergence
 from tightkv.models import LoadedModel
 from tiny_engine import loaded, logits_by_position, prompts
 from tiny_models import save_tiny_model, tiny_model
@@ -213,7 +213,7 @@ def test_noise_floor(model: LoadedModel) -> None:
 def test_layer_groups(llama: LoadedModel) -> None:
     """Each group costs something; groups share one journal."""
     journal, base = Journal(None, "test"), parse_arm("auto")
-    found: dict[str, FidelityFigures] = {}
+    found: dict[str, DivergenceFigures] = {}
     for skipped in ("0", "1", "0-1"):
         spec = replace(parse_arm("fp8_e5m2"), name=f"without {skipped}", skip_layers=(skipped,))
         arms = Arms.make(CONFIG, llama, base, [spec], POOL_TOKENS)

@@ -153,13 +153,12 @@ def test_reports_at_the_edges_can_be_rendered() -> None:
     """Figures that are no numbers, a cache that loses nothing, and more arms than colours."""
     arm = full_report().arms[0]
     overall = arm.fidelity["prefill"].overall
-    wrong = overall.model_copy(
-        update={
-            "ppl": math.inf,
-            "ppl_ratio": math.nan,
-            "same_top_p": math.nan,
-            "kld": overall.kld.model_copy(update={"mean": math.nan, "maximum": math.inf}),
-        }
+    wrong = replace(
+        overall,
+        ppl=math.inf,
+        ppl_ratio=math.nan,
+        same_top_p=math.nan,
+        kld=replace(overall.kld, mean=math.nan, maximum=math.inf),
     )
     bucket = arm.fidelity["prefill"].buckets[0].model_copy(update={"figures": wrong})
     read = arm.fidelity["prefill"].model_copy(

@@ -19,7 +19,6 @@ from evaluation.sample_report import (
 )
 from tightkv.evaluation.report import (
     BucketFigures,
-    FidelityFigures,
     FidelityPass,
     LayerFigures,
     PassName,
@@ -28,6 +27,7 @@ from tightkv.evaluation.report import (
     Verdict,
 )
 from tightkv.evaluation.verdict import judge
+from tightkv.metrics import DivergenceFigures
 
 NUM_TOKENS = 4096
 
@@ -37,7 +37,7 @@ def one_pass(
     *,
     error: float = 1e-5,
     flips: float = 0.01,
-    buckets: tuple[FidelityFigures, ...] = (),
+    buckets: tuple[DivergenceFigures, ...] = (),
 ) -> FidelityPass:
     return FidelityPass(
         overall=fidelity_figures(kld, flips, NUM_TOKENS, kld_error=error),

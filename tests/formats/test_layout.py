@@ -26,14 +26,14 @@ def align(num_bytes: int) -> int:
 def sections(
     k: str, v: str, block_size: int, heads: int, head_size: int, value_size: int
 ) -> list[int]:
-    """Bytes of K codes, V codes, K scales, V scales, each up to the next cache line."""
+    """Bytes of K codes and V codes, up to the next cache line, K scales, V scales."""
     k_channels = head_size + head_size % 2
     v_channels = -(-value_size // 16) * 16
     return [
         align(heads * block_size * k_channels * NUM_BYTES[k.split("+")[0]]),
         align(heads * block_size * v_channels * NUM_BYTES[v.split("+")[0]]),
-        align(heads * block_size * 2) if "dynamic" in k else 0,
-        align(heads * block_size * 2) if "dynamic" in v else 0,
+        heads * block_size * 2 if "dynamic" in k else 0,
+        heads * block_size * 2 if "dynamic" in v else 0,
     ]
 
 
@@ -48,7 +48,7 @@ def test_sections(k: str, v: str, shape: tuple[int, int, int, int]) -> None:
     sizes = sections(k, v, block_size, heads, head_size, value_size)
     ends = list(itertools.accumulate(sizes))
     assert [layout.v_offset, layout.k_scale_offset, layout.v_scale_offset] == ends[:3]
-    assert layout.block_bytes == ends[3]
+    assert layout.block_bytes == align(ends[3])
 
 
 def test_interleave_and_tile_are_what_the_picture_says() -> None:

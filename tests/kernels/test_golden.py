@@ -2,7 +2,7 @@
 
 The layout follows docs/formats.md, "The bytes of a block":
 
-- Four sections, each padded with zeros to 64 bytes: K codes, V codes, K scales, V scales.
+- Three sections, each padded with zeros to 64 bytes: K codes, V codes, scales of K and of V.
 - K has `head_size` channels, rounded up to 2; V has `value_size`, rounded up to 16.
 - Heads follow each other; a block of 16 tokens has one tile per head.
 - K tile: for each group of i channels a row of 16 tokens, each with its i channels. Here i is the
@@ -47,9 +47,10 @@ def load(name: str) -> dict[str, Any]:
 
 def block_bytes(golden: dict[str, Any]) -> bytes:
     """The rows of a file as one block."""
+    rows = golden["block"]
     block = b""
-    for section in SECTIONS:
-        data = bytes.fromhex("".join(golden["block"][section]))
+    for section in (rows["k_codes"], rows["v_codes"], rows["k_scales"] + rows["v_scales"]):
+        data = bytes.fromhex("".join(section))
         block += data + bytes(-len(data) % 64)
     return block
 

@@ -44,6 +44,28 @@ def test_second_request_starts_with_the_blocks_of_the_first() -> None:
     assert manager.num_sequences == 2
 
 
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (0, "number 0 of [ab], holds other tokens"),
+        (5, "number 5 of [ab], is shared, but not full"),
+    ],
+)
+def test_check_integrity_notices_a_block_that_must_not_be_shared(index: int, words: str) -> None:
+    """Reference counts fit, but the tokens of the two sequences do not."""
+    manager = make_manager(12)
+    run(manager, "a", [*PROMPT, 1])
+    run(manager, "b", [*PROMPT[::-1], 1])
+    mine, others = manager.block_tables("b")[0], manager.block_tables("a")[0]
+    pool = manager._pools[0]
+    pool.free([mine[index]])
+    mine[index] = others[index]
+    pool.touch([others[index]])
+    pool.check_integrity()
+    with pytest.raises(AssertionError, match=words):
+        manager.check_integrity()
+
+
 def test_at_most_all_but_one_token_is_taken() -> None:
     """Some token must be computed, for its logits."""
     manager = make_manager()

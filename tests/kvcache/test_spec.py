@@ -60,14 +60,17 @@ def test_block_bytes(k: str, v: str) -> None:
 
 
 def test_padding_is_counted() -> None:
-    """33 channels of K are stored as 34, 33 of V as 48; each section fills its cache lines."""
+    """33 channels of K are stored as 34, 33 of V as 48; codes fill their cache lines."""
     spec = make_spec(
         k="int8 two-factor", v="int8 two-factor", num_kv_heads=1, head_size=33, value_size=33
     )
     k_codes, v_codes, scales = 16 * 34, 16 * 48, 16 * 2
     assert (k_codes, v_codes) == (8 * 64 + 32, 12 * 64)
-    assert scales < 64
-    assert spec.block_bytes == 9 * 64 + 12 * 64 + 64 + 64
+    assert spec.block_bytes == 9 * 64 + 12 * 64 + 2 * scales
+    only_k = make_spec(
+        k="int8 two-factor", v="int8 static", num_kv_heads=1, head_size=33, value_size=33
+    )
+    assert only_k.block_bytes == 9 * 64 + 12 * 64 + 64
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -12,7 +12,9 @@ import pytest
 
 from live_server import LiveServer, live_server, wait_until
 from tightkv import LLM, SamplingParams
+from tightkv.engine.llm_engine import LLMEngine
 from tightkv.engine.outputs import RequestOutput
+from tightkv.engine.sequence import Sequence
 from tiny_engine import loaded
 from tiny_models import VOCAB_SIZE, save_tiny_model
 
@@ -224,6 +226,26 @@ def test_cached_tokens_and_salts(client: httpx.Client) -> None:
     assert cached() == 0
 
 
+def test_priority_reaches_the_scheduler(folder: Path) -> None:
+    seen: list[int] = []
+
+    def watch(engine: LLMEngine) -> None:
+        add = engine.scheduler.add
+
+        def noting(sequence: Sequence, priority: int = 0) -> None:
+            seen.append(priority)
+            add(sequence, priority)
+
+        engine.scheduler.add = noting  # type: ignore[method-assign]
+
+    with live_server(folder, scheduling_policy="priority") as server, server.client() as client:
+        server.call(watch)
+        post(client, COMPLETION, prompt="a", max_tokens=2, priority=-3)
+        post(client, CHAT, messages=USER, max_tokens=2, priority=4)
+        post(client, CHAT, messages=USER, max_tokens=2)
+    assert seen == [-3, 4, 0]
+
+
 def test_tokenize_and_back(client: httpx.Client) -> None:
     tokens = post(client, "/tokenize", prompt="héllo", return_token_strs=True)
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"]) == 6
@@ -307,6 +329,8 @@ def test_request_ids(client: httpx.Client) -> None:
         (COMPLETION, {"prompt": "a", "temprature": 1}, 400, "Unknown field temprature"),
         (COMPLETION, {"prompt": "a", "stream_options": {}}, 400, "stream"),
         (COMPLETION, {"prompt": "a", "seed": 2**70}, 400, "seed"),
+        (COMPLETION, {"prompt": "a", "priority": 1}, 400, "--scheduling-policy priority"),
+        (CHAT, {"messages": USER, "priority": "high"}, 400, "priority"),
         (CHAT, {"messages": []}, 400, "messages"),
         (CHAT, {"messages": [{"content": "no role"}]}, 400, "role"),
         (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "logprobs"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import signal
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ import httpx
 import pytest
 
 from live_server import PATIENCE, live_server, server_process, wait_until
+from tightkv.config import ServerConfig
 from tightkv.engine.llm_engine import LLMEngine
+from tightkv.server.run import _bind
 from tiny_models import save_tiny_model
 
 
@@ -41,6 +45,26 @@ def test_a_client_that_leaves_frees_its_blocks(folder: Path) -> None:
             client.post(COMPLETION, json=LONG, timeout=0.05)
         server.wait_until_idle()
         assert server.call(lambda engine: engine.stats.generation_tokens) < 4 * 500
+
+
+def test_a_first_token_does_not_wait_for_an_acknowledgement() -> None:
+    """It follows the headers in a packet of its own, which the system would hold for 40 ms."""
+    delays: list[bool] = []
+
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = writer.get_extra_info("socket")
+        delays.append(not connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    async def connect() -> None:
+        listener = _bind(ServerConfig(port=0))
+        async with await asyncio.start_server(on_connection, sock=listener):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            await asyncio.wait_for(reader.read(), PATIENCE)
+            writer.close()
+
+    asyncio.run(connect())
+    assert delays == [False]
 
 
 def test_full_queue(folder: Path) -> None:
@@ -163,6 +187,20 @@ def test_an_engine_that_dies_says_so(folder: Path) -> None:
         assert client.post(COMPLETION, json=LONG).status_code == 500
         assert client.get("/metrics").status_code == 200
         assert client.get("/state").json()["server"]["healthy"] is False
+
+
+def test_disorder_ends_the_engine_at_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not after some failed steps, as other errors do: what it would answer may be wrong."""
+    with live_server(folder, debug_integrity=True) as server, server.client() as client:
+        died = threading.Event()
+        server.serving.engine.on_death = died.set
+        assert client.post(COMPLETION, json={**LONG, "max_tokens": 3}).status_code == 200
+        server.call(lambda engine: engine.manager._pools[0].allocate(1))  # for nobody
+        answer = client.post(COMPLETION, json=LONG)
+        assert answer.status_code == 500
+        assert "IntegrityError" in answer.json()["error"]["message"]
+        assert died.wait(PATIENCE)
+        assert "leaks" in caplog.text
 
 
 POOL = ("--kv-cache-memory-bytes", "4M")

@@ -27,6 +27,8 @@ def test_load(folder: Path) -> None:
         max_model_len=longest,
         kv_cache_memory_bytes=pool_bytes(str(folder), "int8", 8 * longest),
     ) as server:
+        # So that some are preempted.
+        server.call(lambda engine: setattr(engine.scheduler, "num_reserved_tokens", 0))
         tasks = make_tasks(256, 20, 64, 32)
         report = asyncio.run(run_load(server.url, tasks, 64, num_requests))
         check(server, report, num_requests)

@@ -118,7 +118,7 @@ def _activation_bytes(
     gate, the product and the output alone, besides a few hidden states.
     """
     if is_tightkv:
-        return outline.activation_bytes + outline.joined_bytes
+        return outline.step_bytes
     if _first(text, _EXPERTS, 1) == 1:
         return outline.activation_bytes
     chosen, hidden = _first(text, ("num_experts_per_tok",), 1), _first(text, ("hidden_size",), 0)

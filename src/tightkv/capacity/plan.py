@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import torch
+
 from tightkv.capacity.choices import format_choices
 from tightkv.capacity.facts import model_facts, served_dtype
 from tightkv.capacity.source import read_source
 from tightkv.config import CacheConfig
 from tightkv.engine.scheduler import MAX_PROMPT_LOGPROBS_ROWS
 from tightkv.errors import ConfigError
+from tightkv.models import logits_bytes
 from tightkv.planning import (
     CapacityPlan,
     FormatChoice,
@@ -180,8 +183,9 @@ def _activations(model: ModelFacts, settings: PlanSettings) -> int:
     step = model.activation_bytes * settings.max_num_batched_tokens
     rows = settings.max_num_seqs
     if settings.engine == "tightkv":
-        # As `peak_activation_bytes` counts; the logits are not in the estimate of the layers.
-        logits = (rows + MAX_PROMPT_LOGPROBS_ROWS) * model.vocab_size * 2 * _FLOAT32_BYTES
+        logits = logits_bytes(
+            model.vocab_size, getattr(torch, model.dtype), rows, MAX_PROMPT_LOGPROBS_ROWS
+        )
     else:
         # Once as they are, once in float32, once as probabilities.
         logits = rows * model.vocab_size * (2 + 2 * _FLOAT32_BYTES)

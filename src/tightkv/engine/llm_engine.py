@@ -39,7 +39,7 @@ from tightkv.engine.sampler import SamplingState
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.engine.scheduler import MAX_PROMPT_LOGPROBS_ROWS, ScheduledChunk, Scheduler
 from tightkv.engine.sequence import Sequence
-from tightkv.errors import EngineError, PromptTooLongError, RequestError
+from tightkv.errors import EngineError, IntegrityError, PromptTooLongError, RequestError
 from tightkv.formats import KVCachePolicy
 from tightkv.formats.registry import dtype_name
 from tightkv.kernels import Backend, select_backend
@@ -130,6 +130,8 @@ class LLMEngine:
         self.stats = EngineStats()
         self.swap_space = self._make_swap_space(swap_memory)
         self.manager, preemption = self._make_manager(len(groups))
+        if config.cache.debug_integrity:
+            self.manager.poison_with(self.storage.poison)
         self.scheduler = Scheduler(self.config.scheduler, self.manager, self.stats, preemption)
         self._clip_watch = ClipWatch(self.storage)
         self._runner = ModelRunner(self.model, self.storage)
@@ -164,6 +166,7 @@ class LLMEngine:
         params: SamplingParams,
         prompt_text: str | None = None,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> Request:
         """Queue a request.
 
@@ -173,6 +176,7 @@ class LLMEngine:
             params: how to answer.
             prompt_text: the text of a prompt given as token ids, for the output.
             cache_salt: requests share prefixes only with those of the same salt.
+            priority: the lower, the earlier; other than 0 with `scheduling_policy` "priority".
 
         Raises:
             RequestError: if it can never be served; nothing is queued.
@@ -186,11 +190,12 @@ class LLMEngine:
         else:
             token_ids = _as_ints(prompt)
         self._check_prompt(token_ids, params)
+        self._check_priority(priority)
         params.check_against_vocabulary(self.model.vocab_size, self.model.eos_token_ids)
         request = self._make_request(request_id, prompt_text, token_ids, params, cache_salt)
         self._requests[request_id] = request
         for sequence in request.sequences:
-            self.scheduler.add(sequence)
+            self.scheduler.add(sequence, priority)
         return request
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -210,6 +215,7 @@ class LLMEngine:
 
         Raises:
             EngineError: if the step failed; its requests have ended with an error.
+            IntegrityError: with `debug_integrity`, if blocks or sequences are in disorder.
         """
         chunks = self.scheduler.schedule()
         if not chunks:
@@ -223,10 +229,23 @@ class LLMEngine:
         except Exception as error:
             raise self._fail(chunks, error) from error
         settled = self._settle(chunks)
+        if self.config.cache.debug_integrity:
+            self.check_integrity()
         rates = self._clip_watch.after_step(is_idle=not self.scheduler.has_work)
         if rates is not None:
             self.stats.clip_rates = rates
         return settled
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if pool, block tables, prefix cache and sequences contradict."""
+        try:
+            self.manager.check_integrity()
+            self.scheduler.check_integrity()
+        except AssertionError as error:
+            raise IntegrityError(
+                f"The engine's notes about its KV cache contradict each other ({error}): restart "
+                "it, and report what it served."
+            ) from error
 
     def _fail(self, chunks: Seq[ScheduledChunk], error: Exception) -> EngineError:
         """End the requests of a step that broke, so that it is not run again and again."""
@@ -304,6 +323,13 @@ class LLMEngine:
                 f"the {limit} that may be served: shorten them."
             )
 
+    def _check_priority(self, priority: int) -> None:
+        if priority != 0 and self.config.scheduler.scheduling_policy == "fcfs":
+            raise RequestError(
+                f"priority is {priority}, but requests are served as they come: leave it out, or "
+                "start with --scheduling-policy priority."
+            )
+
     def _make_request(
         self,
         request_id: str,
@@ -356,16 +382,18 @@ class LLMEngine:
             peak_bytes=peak_activation_bytes(
                 self.model,
                 self._largest_step(config),
-                scheduler.max_num_seqs + MAX_PROMPT_LOGPROBS_ROWS,
+                scheduler.max_num_seqs,
+                MAX_PROMPT_LOGPROBS_ROWS,
             ),
         )
 
     def _largest_step(self, config: EngineConfig) -> int:
-        """Tokens of the largest step: whole prompts may be longer than the budget."""
-        budget = config.scheduler.max_num_batched_tokens
-        if config.scheduler.enable_chunked_prefill:
-            return budget
-        return max(budget, config.model.max_model_len or self.model.max_position)
+        """Tokens of the largest step: a whole prompt may be longer than the budget."""
+        scheduler = config.scheduler
+        if scheduler.enable_chunked_prefill:
+            return scheduler.max_num_batched_tokens
+        longest = config.model.max_model_len or self.model.max_position
+        return max(scheduler.max_num_batched_tokens, longest + scheduler.max_num_seqs)
 
     def _decide_policy(
         self, config: EngineConfig, geometry: ModelGeometry, sources: PolicySources

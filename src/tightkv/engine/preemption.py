@@ -24,9 +24,10 @@ class Preemption(Protocol):
     def is_swapped(self, sequence: Sequence) -> bool:
         """Whether its blocks were moved, and `bring_back` is to be called before it runs."""
 
-    def bring_back(self, sequence: Sequence) -> bool:
+    def bring_back(self, sequence: Sequence, num_reserved: int) -> bool:
         """Give it its blocks again, and room for all of its tokens; False: there is no room.
 
+        `num_reserved` free blocks must be left.
         If they are lost, its `num_computed_tokens` is 0 and it holds nothing.
         """
 
@@ -46,7 +47,7 @@ class Recomputation:
     def is_swapped(self, sequence: Sequence) -> bool:
         return False
 
-    def bring_back(self, sequence: Sequence) -> bool:
+    def bring_back(self, sequence: Sequence, num_reserved: int) -> bool:
         return False
 
 
@@ -73,10 +74,14 @@ class Swapping(Recomputation):
     def is_swapped(self, sequence: Sequence) -> bool:
         return self._swapping.is_swapped(sequence.seq_id)
 
-    def bring_back(self, sequence: Sequence) -> bool:
+    def bring_back(self, sequence: Sequence, num_reserved: int) -> bool:
         try:
             return self._swapping.swap_in(
-                sequence.seq_id, sequence.hasher, sequence.token_ids, sequence.num_computed_tokens
+                sequence.seq_id,
+                sequence.hasher,
+                sequence.token_ids,
+                sequence.num_computed_tokens,
+                num_reserved=num_reserved,
             )
         except SwapError:
             self._stats.num_swap_fallbacks += 1

@@ -62,6 +62,10 @@ def check_config(config: EngineConfig) -> None:
             "one device; leave it at 1."
         )
     _check_swap(cache, scheduler)
+    if scheduler.scheduling_policy not in ("fcfs", "priority"):
+        raise ConfigError(
+            f"Unknown scheduling_policy {scheduler.scheduling_policy!r}: choose fcfs or priority."
+        )
     check_skip_layers(cache)
     positive = {
         "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,

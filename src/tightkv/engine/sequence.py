@@ -32,6 +32,7 @@ class Sequence:
         token_ids: prompt and answer in one list.
         max_tokens: tokens of the answer at most, limits of the model included.
         leader: the first sequence of the same request, whose prompt blocks this one shares.
+        rank: priority and number of arrival; the lower comes first.
         num_computed_tokens: tokens whose K and V are in the cache or the swap space; 0 again after
             preemption by recomputation.
         num_cached_tokens: prompt tokens that the prefix cache gave at the first start.
@@ -49,6 +50,7 @@ class Sequence:
     detokenizer: IncrementalDetokenizer
     hasher: BlockHasher
     leader: Sequence | None = None
+    rank: tuple[int, int] = (0, 0)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
@@ -86,6 +88,12 @@ class Sequence:
             and self.params.prompt_logprobs is not None
             and len(self.prompt_logprobs) < self.prompt_len
         )
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next token is all that there is to compute."""
+        is_next = len(self.token_ids) - self.num_computed_tokens == 1
+        return is_next and not self.needs_prompt_logprobs
 
     @property
     def waits_for_leader(self) -> bool:

@@ -30,7 +30,6 @@ from tightkv.evaluation.report import (
     ArmReport,
     DataEntry,
     EvaluationReport,
-    FidelityFigures,
     LayerGroupFigures,
     RetrievalCell,
     RetrievalFigures,
@@ -41,6 +40,7 @@ from tightkv.evaluation.tasks import Task, parse_tasks, run_task
 from tightkv.evaluation.verdict import judge
 from tightkv.files import check_folder
 from tightkv.kernels import Backend
+from tightkv.metrics import DivergenceFigures
 from tightkv.models import LoadedModel, load_model, prepare_model
 
 __all__ = ["evaluate"]
@@ -326,7 +326,7 @@ def _shown_name(model: str) -> str:
     return Path(model).name if Path(model).exists() else model
 
 
-def _noise_floor(run: _Run, window: Sequence[int]) -> FidelityFigures:
+def _noise_floor(run: _Run, window: Sequence[int]) -> DivergenceFigures:
     """The baseline against itself, read in other chunks."""
     scheduler = replace(run.engine.scheduler, max_num_batched_tokens=_OTHER_CUT)
     engine = replace(run.engine, scheduler=scheduler)

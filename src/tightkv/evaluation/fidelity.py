@@ -9,7 +9,6 @@ ends with the same figures.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -22,8 +21,8 @@ from tightkv.errors import RequestError
 from tightkv.evaluation.arms import Arm, Arms
 from tightkv.evaluation.journal import Journal
 from tightkv.evaluation.lockstep import LockstepResult, forced, prompted, read_in_lockstep
-from tightkv.evaluation.report import BucketFigures, FidelityFigures, FidelityPass, PassName
-from tightkv.metrics import Divergence
+from tightkv.evaluation.report import BucketFigures, FidelityPass, PassName
+from tightkv.metrics import Divergence, DivergenceFigures
 
 __all__ = ["decode_parts", "measure_fidelity", "measure_layer_groups", "measure_noise_floor"]
 
@@ -86,7 +85,7 @@ def measure_fidelity(
 
 def measure_noise_floor(
     base: Arm, other: Arm, window: Sequence[int], journal: Journal
-) -> FidelityFigures:
+) -> DivergenceFigures:
     """How far the baseline is from itself when prompts are cut into other chunks.
 
     Args:
@@ -102,12 +101,12 @@ def measure_noise_floor(
     (window,) = _readable([window])
     work = _Work("noise floor", len(window), no_progress)
     record = work.once(journal, "noise floor", partial(_prefill, arms, window), len(window))
-    return _figures(_divergence(record, other.name))
+    return _divergence(record, other.name).figures()
 
 
 def measure_layer_groups(
     arms: Arms, windows: Sequence[Sequence[int]], journal: Journal, progress: Progress
-) -> dict[str, FidelityFigures]:
+) -> dict[str, DivergenceFigures]:
     """Compare arms whose formats act in some layers only; the prefill pass alone.
 
     Args:
@@ -244,9 +243,9 @@ def _pass_figures(records: Sequence[Any], name: str, buckets: Sequence[int]) -> 
         for begin, end in _edges(buckets, int(contexts.max()) + 1)
     ]
     return FidelityPass(
-        overall=_figures(whole),
+        overall=whole.figures(),
         buckets=tuple(
-            BucketFigures(begin=begin, end=end, figures=_figures(whole[mask]))
+            BucketFigures(begin=begin, end=end, figures=whole[mask].figures())
             for begin, end, mask in inside
             if mask.any()
         ),
@@ -259,7 +258,3 @@ def _edges(buckets: Sequence[int], num_tokens: int) -> list[tuple[int, int]]:
     ends = list(buckets[1 : len(begins)])
     following = buckets[len(begins)] if len(begins) < len(buckets) else num_tokens
     return list(zip(begins, [*ends, following], strict=True)) if begins else []
-
-
-def _figures(divergence: Divergence) -> FidelityFigures:
-    return FidelityFigures.model_validate(asdict(divergence.figures()))

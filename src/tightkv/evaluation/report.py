@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from tightkv.metrics import DivergenceFigures
+
 __all__ = [
     "SCHEMA_VERSION",
     "AnswerExample",
@@ -13,9 +15,7 @@ __all__ = [
     "BucketFigures",
     "CacheFigures",
     "DataEntry",
-    "Distribution",
     "EvaluationReport",
-    "FidelityFigures",
     "FidelityPass",
     "GenerationFigures",
     "LayerFigures",
@@ -39,68 +39,18 @@ class _Entry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
-class Distribution(_Entry):
-    """Of one number per token.
-
-    Attributes:
-        standard_error: of the mean.
-        quantiles: by name, as "99.9%", "median", "10%".
-    """
-
-    mean: float
-    standard_error: float
-    minimum: float
-    maximum: float
-    quantiles: dict[str, float]
-
-
-class FidelityFigures(_Entry):
-    """Next-token distributions of an arm against the baseline's, in llama-perplexity's words.
-
-    Attributes:
-        ppl, ppl_base: perplexity of the arm and of the baseline.
-        ln_ratio: mean of ln(PPL / PPL(base)).
-        ppl_ratio: exp of that.
-        ppl_difference: PPL - PPL(base).
-        ln_correlation: of the two arms' log-probabilities of the tokens.
-        kld: KL(base || arm) in nats, over the whole vocabulary.
-        delta_p: difference of the probabilities of the token that follows, from -1 to 1.
-        rms_delta_p: root of the mean square of that.
-        same_top_p: share of tokens for which both arms find the same one most probable.
-    """
-
-    num_tokens: int
-    ppl: float
-    ppl_standard_error: float
-    ppl_base: float
-    ppl_base_standard_error: float
-    ln_ratio: float
-    ln_ratio_standard_error: float
-    ppl_ratio: float
-    ppl_ratio_standard_error: float
-    ppl_difference: float
-    ppl_difference_standard_error: float
-    ln_correlation: float
-    kld: Distribution
-    delta_p: Distribution
-    rms_delta_p: float
-    rms_delta_p_standard_error: float
-    same_top_p: float
-    same_top_p_standard_error: float
-
-
 class BucketFigures(_Entry):
     """Tokens with `begin` to `end - 1` tokens before them."""
 
     begin: int
     end: int
-    figures: FidelityFigures
+    figures: DivergenceFigures
 
 
 class FidelityPass(_Entry):
     """One way of reading the text: in chunks (prefill), or token by token (decode)."""
 
-    overall: FidelityFigures
+    overall: DivergenceFigures
     buckets: tuple[BucketFigures, ...]
 
 
@@ -112,7 +62,7 @@ class LayerGroupFigures(_Entry):
     """
 
     layers: str
-    figures: FidelityFigures
+    figures: DivergenceFigures
 
 
 class LayerFigures(_Entry):
@@ -316,7 +266,7 @@ class EvaluationReport(_Entry):
     data: DataEntry
     options: dict[str, Any]
     thresholds: Thresholds
-    noise_floor: FidelityFigures
+    noise_floor: DivergenceFigures
     baseline_retrieval: tuple[RetrievalCell, ...] = ()
     arms: tuple[ArmReport, ...]
 

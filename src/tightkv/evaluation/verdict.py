@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel
@@ -19,7 +20,6 @@ from tightkv.evaluation.render.numbers import (
     with_error,
 )
 from tightkv.evaluation.report import (
-    FidelityFigures,
     FidelityPass,
     GenerationFigures,
     LayerFigures,
@@ -32,6 +32,7 @@ from tightkv.evaluation.report import (
     Thresholds,
     Verdict,
 )
+from tightkv.metrics import DivergenceFigures
 
 __all__ = ["judge"]
 
@@ -105,6 +106,8 @@ def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
         yield place, value
     elif isinstance(value, BaseModel):
         yield from _numbers(dict(value), place)
+    elif isinstance(value, DivergenceFigures):
+        yield from _numbers(asdict(value), place)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _numbers(item, f"{place}.{key}" if place else str(key))
@@ -164,7 +167,7 @@ def _same_top(name: str, read: FidelityPass, limit: float) -> Iterator[Finding]:
         )
 
 
-def _highest_top(figures: FidelityFigures) -> float:
+def _highest_top(figures: DivergenceFigures) -> float:
     return figures.same_top_p + _BUCKET_MARGIN * figures.same_top_p_standard_error
 
 

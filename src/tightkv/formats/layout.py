@@ -21,7 +21,7 @@ __all__ = ["TILE", "BlockLayout"]
 TILE = 16
 """Tokens per tile, and channels per tile of V."""
 
-_ALIGNMENT = 64  # one cache line: a section never shares one with its neighbour
+_ALIGNMENT = 64  # one cache line, in which the codes of K, those of V, and scales begin
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -66,14 +66,14 @@ class BlockLayout:
 
     @property
     def v_scale_offset(self) -> int:
-        scale_bytes = self.num_kv_heads * self.k_format.scale_bytes(self.block_size)
-        return self.k_scale_offset + _round_up(scale_bytes, _ALIGNMENT)
+        # Scales of K and V lie side by side: of both, one block of 16 tokens has whole lines.
+        return self.k_scale_offset + self.num_kv_heads * self.k_format.scale_bytes(self.block_size)
 
     @property
     def block_bytes(self) -> int:
         """All bytes of a block, padding and scales included."""
         scale_bytes = self.num_kv_heads * self.v_format.scale_bytes(self.block_size)
-        return self.v_scale_offset + _round_up(scale_bytes, _ALIGNMENT)
+        return _round_up(self.v_scale_offset + scale_bytes, _ALIGNMENT)
 
     @property
     def k_bytes(self) -> int:

@@ -21,6 +21,11 @@ class BlockHasher:
         self._root = hashlib.sha256(seed + salt.encode()).digest()
         self._hashes: list[bytes] = []
 
+    @property
+    def known(self) -> tuple[bytes, ...]:
+        """The hashes made so far."""
+        return tuple(self._hashes)
+
     def full_blocks(self, token_ids: Sequence[int], num_tokens: int) -> list[bytes]:
         """Hashes of the full blocks among the first `num_tokens` tokens.
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-__all__ = ["BlockPool"]
+__all__ = ["BlockPool", "Poison"]
+
+Poison = Callable[[Sequence[int], bool], None]
+"""Overwrites blocks whose content is lost; True: they are in use now, and may be read in part."""
 
 Evicted = Sequence[tuple[int, bytes]]
 """Blocks, and the hashes of their contents."""
@@ -27,6 +30,7 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of_hash: dict[bytes, int] = {}
         self._hash_of_block: dict[int, bytes] = {}
+        self.poison: Poison | None = None
 
     @property
     def num_free_blocks(self) -> int:
@@ -57,6 +61,8 @@ class BlockPool:
             self._ref_counts[block] = 1
         if evicted and self.on_evict is not None:
             self.on_evict(evicted)
+        if self.poison is not None:
+            self.poison(blocks, True)
         return blocks
 
     def touch(self, blocks: Sequence[int]) -> None:
@@ -75,10 +81,16 @@ class BlockPool:
                 self._free[block] = None
                 if block not in self._hash_of_block:
                     self._free.move_to_end(block, last=False)
+                    if self.poison is not None:
+                        self.poison([block], False)
 
     def find(self, block_hash: bytes) -> int | None:
         """The block that holds this content, in use or free."""
         return self._block_of_hash.get(block_hash)
+
+    def hash_of(self, block: int) -> bytes | None:
+        """The content of a block, where it is known."""
+        return self._hash_of_block.get(block)
 
     def remember(self, block: int, block_hash: bytes) -> None:
         """Note the content of a full block. A second block with the same content stays unknown."""
@@ -88,6 +100,8 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """Forget all content, so that nothing is taken back."""
+        if self.poison is not None:
+            self.poison([block for block in self._hash_of_block if block in self._free], False)
         self._block_of_hash.clear()
         self._hash_of_block.clear()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tightkv.kvcache.block_hash import BlockHasher
 from tightkv.kvcache.block_pool import BlockPool
@@ -16,6 +17,7 @@ class _Allocation:
     """What one sequence holds. `block_tables` has one list per layer group."""
 
     block_tables: list[list[int]]
+    hasher: BlockHasher
     num_remembered: int = field(default=0)
 
 
@@ -97,18 +99,23 @@ class KVCacheManager:
         tables = [[blocks[group] for blocks in found] for group in range(len(self._pools))]
         for pool, table in zip(self._pools, tables, strict=True):
             pool.touch(table)
-        self._allocations[seq_id] = _Allocation(tables, len(found))
+        self._allocations[seq_id] = _Allocation(tables, hasher, len(found))
         return len(found) * self.block_size
 
-    def allocate_slots(self, seq_id: str, num_tokens: int) -> bool:
-        """Make room for the first `num_tokens` tokens of a sequence; False: no room, no change."""
+    def allocate_slots(self, seq_id: str, num_tokens: int, *, num_reserved: int = 0) -> bool:
+        """Make room for the first `num_tokens` tokens of a sequence; False: no room, no change.
+
+        `num_reserved` free blocks must be left.
+        """
         tables = self._allocations[seq_id].block_tables
         missing = self.blocks_for(num_tokens) - len(tables[0])
-        if missing > self.num_free_blocks:
+        # Most steps need no block: they ask nobody.
+        if missing <= 0:
+            return True
+        if missing + num_reserved > self.num_free_blocks:
             return False
-        if missing > 0:
-            for pool, table in zip(self._pools, tables, strict=True):
-                table.extend(pool.allocate(missing))
+        for pool, table in zip(self._pools, tables, strict=True):
+            table.extend(pool.allocate(missing))
         return True
 
     def remember_blocks(
@@ -138,6 +145,11 @@ class KVCacheManager:
         allocation = self._allocations.get(seq_id)
         return len(allocation.block_tables[0]) if allocation else 0
 
+    def num_shared_blocks_of(self, seq_id: str) -> int:
+        """Blocks of a group that a sequence holds together with others."""
+        pool, table = self._pools[0], self._allocations[seq_id].block_tables[0]
+        return sum(pool.ref_count(block) > 1 for block in table)
+
     def block_letters(self) -> tuple[str, ...]:
         """Per group a letter for each block: `BlockPool.letters`."""
         return tuple(pool.letters() for pool in self._pools)
@@ -151,6 +163,11 @@ class KVCacheManager:
         for pool in self._pools:
             pool.forget_all()
 
+    def poison_with(self, poison: Callable[[int, Sequence[int], bool], None]) -> None:
+        """Have `poison(group, blocks, are_used)` overwrite blocks as their content is lost."""
+        for group, pool in enumerate(self._pools):
+            pool.poison = partial(poison, group)
+
     def check_integrity(self) -> None:
         """Raise AssertionError if pools and block tables contradict each other."""
         for group, pool in enumerate(self._pools):
@@ -161,3 +178,18 @@ class KVCacheManager:
                     users[block] += 1
             for block, count in enumerate(users):
                 assert count == pool.ref_count(block), f"block {block} of group {group} leaks"
+            self._check_contents(group, pool)
+
+    def _check_contents(self, group: int, pool: BlockPool) -> None:
+        """Who uses a block that others use or may find has the tokens that it is named by."""
+        names: dict[int, bytes] = {}
+        for seq_id, allocation in self._allocations.items():
+            hashes = allocation.hasher.known
+            for index, block in enumerate(allocation.block_tables[group]):
+                name = pool.hash_of(block) or names.get(block)
+                own = hashes[index] if index < len(hashes) else None
+                about = f"block {block} of group {group}, number {index} of {seq_id},"
+                assert name is None or name == own, f"{about} holds other tokens"
+                assert own or pool.ref_count(block) == 1, f"{about} is shared, but not full"
+                if own:
+                    names[block] = own

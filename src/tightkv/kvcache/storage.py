@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy
 import torch
@@ -25,6 +25,10 @@ __all__ = ["KVCacheStorage"]
 
 
 _CACHE_LINE = 64
+
+# Repeated, the first byte is a NaN in every floating format, the other a large finite number in
+# every one, and near the largest as a code of int8.
+_NAN_BYTE, _LARGE_BYTE = 0xFF, 0x7B
 
 
 class KVCacheStorage:
@@ -141,6 +145,20 @@ class KVCacheStorage:
             bad_tokens=metadata.bad_tokens,
             rows=metadata.rows if selects else None,
         )
+
+    def poison(self, group: int, blocks: Sequence[int], are_used: bool) -> None:
+        """Overwrite lost blocks, so that nobody reads them unnoticed (--debug-integrity).
+
+        Args:
+            group: whose blocks.
+            blocks: ids.
+            are_used: whether a sequence has them now. What it has not written yet is multiplied
+                by 0, and must be finite.
+        """
+        for spec in self.groups[group].specs:
+            is_finite = are_used or not spec.v_format.code.dtype.is_floating_point
+            pattern = _LARGE_BYTE if is_finite else _NAN_BYTE
+            self._layers[spec.layer_idx].blocks[list(blocks)] = pattern
 
     def fingerprint(self) -> bytes:
         """Digest of formats and static scales: blocks of another fingerprint are not reused."""

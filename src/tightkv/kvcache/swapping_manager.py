@@ -79,10 +79,12 @@ class SwappingKVCacheManager(KVCacheManager):
         hasher: BlockHasher,
         token_ids: Sequence[int],
         num_computed_tokens: int,
+        *,
+        num_reserved: int = 0,
     ) -> bool:
         """Bring a sequence's blocks back, with room for all of its tokens.
 
-        What the pools still hold of it is not copied.
+        What the pools still hold of it is not copied; `num_reserved` free blocks must be left.
 
         Returns:
             False if there is no room: nothing has changed.
@@ -93,7 +95,7 @@ class SwappingKVCacheManager(KVCacheManager):
         slot_tables = self._slot_tables.pop(seq_id)
         found = super().get_computed_blocks(seq_id, hasher, token_ids, num_computed_tokens)
         first = found // self.block_size
-        if not self.allocate_slots(seq_id, len(token_ids)):
+        if not self.allocate_slots(seq_id, len(token_ids), num_reserved=num_reserved):
             self.free(seq_id)
             self._slot_tables[seq_id] = slot_tables
             return False

@@ -1,6 +1,6 @@
 """Models of transformers, loaded, packed, and their attention handed to the cache."""
 
-from tightkv.models.activation import peak_activation_bytes
+from tightkv.models.activation import logits_bytes, peak_activation_bytes
 from tightkv.models.attention import AttentionCall, StepHandler, attend_with, use_paged_attention
 from tightkv.models.chat_template import check_template_arguments, render_chat
 from tightkv.models.checkpoint import ModelIdentity
@@ -30,6 +30,7 @@ __all__ = [
     "fuse_decoder_layers",
     "geometry_without_weights",
     "load_model",
+    "logits_bytes",
     "one_line",
     "peak_activation_bytes",
     "prepare_model",

@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from tightkv.models.attention import attend_with
+from tightkv.models.decoder_layer import fused_step_bytes
 from tightkv.models.geometry import stand_in
 from tightkv.models.loader import LoadedModel
 
-__all__ = ["activation_bytes_per_token", "peak_activation_bytes"]
+__all__ = ["activation_bytes_per_token", "logits_bytes", "peak_activation_bytes"]
 
 _SAMPLE_TOKENS = 32
 
@@ -52,11 +53,29 @@ class _Meter(TorchDispatchMode):
             self._live_bytes -= num_bytes
 
 
-def peak_activation_bytes(model: LoadedModel, num_tokens: int, num_rows: int) -> int:
-    """Bytes that a step of `num_tokens` tokens and `num_rows` rows of logits needs at its peak."""
-    # The logits once as the model makes them and once in float32.
-    logits = num_rows * model.vocab_size * (model.dtype.itemsize + 4)
-    return int(activation_bytes_per_token(model.model) * num_tokens) + logits
+def peak_activation_bytes(
+    model: LoadedModel, num_tokens: int, num_sampled: int, num_prompt_rows: int
+) -> int:
+    """Bytes that the engine's steps need at their peak.
+
+    Args:
+        model: as it is served.
+        num_tokens: most tokens of a step.
+        num_sampled: most tokens that are sampled in a step.
+        num_prompt_rows: most rows of logits besides.
+    """
+    fused = fused_step_bytes(model.model, model.dtype)
+    of_token = activation_bytes_per_token(model.model) if fused is None else fused
+    logits = logits_bytes(model.vocab_size, model.dtype, num_sampled, num_prompt_rows)
+    return int(of_token * num_tokens) + logits
+
+
+def logits_bytes(
+    vocab_size: int, dtype: torch.dtype, num_sampled: int, num_prompt_rows: int
+) -> int:
+    """Bytes of a step's logits: as the model makes them, in float32, and the sampled ones again."""
+    of_row = 4 if dtype == torch.float32 else dtype.itemsize + 4
+    return vocab_size * ((num_sampled + num_prompt_rows) * of_row + num_sampled * 4)
 
 
 def activation_bytes_per_token(model: PreTrainedModel) -> float:

@@ -18,7 +18,7 @@ from tightkv.kernels import AttentionParams, Backend, CpuBackend, DecoderLayerWe
 from tightkv.models.attention import AttentionCall, StepHandler, attend, current_handler
 from tightkv.models.linear import JoinedPart, JoinedProduct, PackedLinear, cpu_backend
 
-__all__ = ["FUSED_LAYERS", "FusedDecoderLayer", "fuse_decoder_layers", "runs_in_one_call"]
+__all__ = ["FusedDecoderLayer", "fuse_decoder_layers", "fused_step_bytes", "runs_in_one_call"]
 
 # Layers of transformers that are this one, and where their attention has its window.
 _WINDOWS: dict[str, Callable[[Any], int | None]] = {
@@ -28,8 +28,7 @@ _WINDOWS: dict[str, Callable[[Any], int | None]] = {
     "Qwen3DecoderLayer": lambda attention: attention.sliding_window,
 }
 
-FUSED_LAYERS = frozenset(_WINDOWS)
-"""Class names of the layers that are replaced."""
+_ACTIVATIONS = ("silu", "swish")
 
 
 class FusedDecoderLayer(nn.Module):
@@ -144,6 +143,37 @@ def runs_in_one_call(model: PreTrainedModel, backend: Backend) -> bool:
     )
 
 
+def fused_step_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int | None:
+    """Bytes of a step for each of its tokens, if the layers are fused, or will be; else None.
+
+    These are the buffers of csrc/decoder_layer.cpp, which all layers share and which stay, the
+    hidden states, and cosine and sine of the positions.
+
+    Args:
+        model: as TightKV runs it, or transformers' own, also on the meta device.
+        dtype: of its weights when it is served.
+    """
+    return max((_step_bytes(x) for x in model.modules() if _is_fused(x, dtype)), default=None)
+
+
+def _is_fused(layer: Any, dtype: torch.dtype) -> bool:
+    return isinstance(layer, FusedDecoderLayer) or (
+        dtype == torch.float32
+        and type(layer).__name__ in _WINDOWS
+        and layer.self_attn.config.hidden_act in _ACTIVATIONS
+    )
+
+
+def _step_bytes(layer: Any) -> int:
+    attention, down_proj = layer.self_attn, layer.mlp.down_proj
+    inner, hidden = down_proj.in_features, down_proj.out_features
+    query, key = attention.q_proj.out_features, attention.k_proj.out_features
+    narrow = max(hidden, query, inner)
+    wide = max(query + 2 * key, 2 * inner)
+    values = narrow + wide + hidden + hidden + 2 * attention.head_dim
+    return int(values) * torch.float32.itemsize
+
+
 def _norm_of(norm: Any) -> tuple[Tensor, float] | None:
     return None if norm is None else (norm.weight, norm.variance_epsilon)
 
@@ -159,5 +189,5 @@ def _is_shared_kind(layer: Any) -> bool:
         all(isinstance(child, JoinedPart) for child in joined)
         and all(isinstance(child, PackedLinear) for child in packed)
         and layer.input_layernorm.weight.dtype == torch.float32
-        and attention.config.hidden_act in ("silu", "swish")
+        and attention.config.hidden_act in _ACTIVATIONS
     )

@@ -15,7 +15,7 @@ from tightkv.errors import TightKVError, UnsupportedModelError
 from tightkv.models.activation import activation_bytes_per_token
 from tightkv.models.attention import use_paged_attention
 from tightkv.models.compatibility import one_line, quiet_transformers
-from tightkv.models.decoder_layer import FUSED_LAYERS
+from tightkv.models.decoder_layer import fused_step_bytes
 from tightkv.models.geometry import ModelGeometry, probe_geometry
 
 __all__ = ["ModelOutline", "outline_model"]
@@ -32,14 +32,14 @@ class ModelOutline:
         parameters: name and shape of each weight; shared ones once.
         held_bytes: what TightKV holds of them: linear layers packed, all else as it is.
         activation_bytes: bytes of a step's largest intermediate results, per token.
-        joined_bytes: what TightKV's joined products keep on top of them, per token.
+        step_bytes: what TightKV's steps need of the same, per token.
     """
 
     geometry: ModelGeometry
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     held_bytes: int
     activation_bytes: float
-    joined_bytes: int
+    step_bytes: float
 
 
 def outline_model(
@@ -85,12 +85,13 @@ def _outline(
             f"What models of type {config.model_type!r} cache cannot be learned without their "
             f"weights ({one_line(error)}): plan another model."
         ) from error
+    fused = fused_step_bytes(model, dtype)
     return ModelOutline(
         geometry=geometry,
         parameters=tuple((name, tuple(x.shape)) for name, x in model.named_parameters()),
         held_bytes=_held_bytes(model, dtype, packed_dtype),
         activation_bytes=activations,
-        joined_bytes=_joined_values(model) * dtype.itemsize,
+        step_bytes=activations + _gate_bytes(model, dtype) if fused is None else fused,
     )
 
 
@@ -114,19 +115,8 @@ def _panel_bytes(module: nn.Linear | Conv1D, dtype: torch.dtype) -> int:
     return -(-rows // _LANES) * _LANES * columns * dtype.itemsize
 
 
-def _joined_values(model: PreTrainedModel) -> int:
-    """Values per token that joined products keep longer than transformers' own layers.
-
-    A fused layer holds queries, keys and values until its end, another one the gate as it was
-    before its activation.
-    """
-    most = 0
-    for layer in model.modules():
-        if type(layer).__name__ in FUSED_LAYERS:
-            attention: Any = layer.self_attn
-            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-            most = max(most, sum(part.out_features for part in parts))
-    if most:
-        return most
+def _gate_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
+    """Per token, the gate before its activation: a joined product keeps it, transformers do not."""
     gates = (getattr(layer, "gate_proj", None) for layer in model.modules())
-    return max((gate.out_features for gate in gates if isinstance(gate, nn.Linear)), default=0)
+    sizes = (gate.out_features for gate in gates if isinstance(gate, nn.Linear))
+    return max(sizes, default=0) * dtype.itemsize

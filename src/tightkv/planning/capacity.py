@@ -35,8 +35,9 @@ _COMMUNICATION = (0.2, 0.8, 1.8)
 _ACTIVATIONS = (0.8, 1.0, 1.5)
 # Hidden states that every device holds whole, in hidden sizes: residual, input, output, gathered.
 _WHOLE_STATES = 4
-_TIGHTKV_ACTIVATIONS = (0.15, 1.0, 1.15)
-"""Best is what TightKV itself reckons with; a step of SmolLM2 was measured at 0.16 of it."""
+_TIGHTKV_ACTIVATIONS = (0.5, 1.0, 1.15)
+"""Best is what TightKV itself reckons with: the largest step that it may run. A server that nobody
+asks for prompt log-probabilities needs half of it."""
 
 
 def plan_capacity(

@@ -44,6 +44,7 @@ class Answer(abc.ABC):
     ) -> None:
         self._serving, self._prompts, self._params = serving, prompts, params
         self._http, self._cache_salt = http, body.cache_salt or ""
+        self._priority = body.priority or 0
         self._streams = bool(body.stream)
         self._stream_options = body.stream_options or StreamOptions()
         self._prompt_logprobs: dict[int, Sequence[TokenLogprobs | None]] = {}
@@ -93,7 +94,11 @@ class Answer(abc.ABC):
     async def _completions(self) -> AsyncGenerator[tuple[int, CompletionDelta]]:
         """Index of the prompt, and what came to one of its completions."""
         submitted = self._serving.submitted(
-            self._head["id"], self._prompts, self._params, self._cache_salt
+            self._head["id"],
+            self._prompts,
+            self._params,
+            cache_salt=self._cache_salt,
+            priority=self._priority,
         )
         async with submitted as streams, aclosing(merged(streams)) as deltas:
             async for which, delta in deltas:

@@ -23,7 +23,7 @@ from tightkv.engine.outputs import RequestDelta
 from tightkv.engine.request import Request
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.engine.snapshot import take_snapshot
-from tightkv.errors import EngineError, TightKVError
+from tightkv.errors import EngineError, IntegrityError, TightKVError
 from tightkv.metrics import EngineSnapshot, RequestStats
 
 __all__ = ["AsyncEngine", "EngineObserver", "IdleWork", "Prompt", "QueueFullError", "RequestStream"]
@@ -241,6 +241,7 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> list[RequestStream]:
         """Queue a request for each prompt; they are in the engine when this returns.
 
@@ -249,6 +250,7 @@ class AsyncEngine:
             prompts: all or none of which are queued.
             params: how to answer.
             cache_salt: as in `LLMEngine.add_request`.
+            priority: likewise.
 
         Raises:
             RequestError: if one of them can never be served.
@@ -275,7 +277,9 @@ class AsyncEngine:
         ]
         self._streams |= {stream.request_id: stream for stream in streams}
         try:
-            await self.call(lambda engine: self._add(engine, streams, prompts, params, cache_salt))
+            await self.call(
+                lambda engine: self._add(engine, streams, prompts, params, cache_salt, priority)
+            )
         except BaseException:
             # Also when the client has gone while the requests were on their way in.
             for stream in streams:
@@ -322,10 +326,11 @@ class AsyncEngine:
         prompts: Seq[Prompt],
         params: SamplingParams,
         cache_salt: str,
+        priority: int,
     ) -> None:
         for stream, prompt in zip(streams, prompts, strict=True):
             request = engine.add_request(
-                stream.request_id, prompt.token_ids, params, prompt.text, cache_salt
+                stream.request_id, prompt.token_ids, params, prompt.text, cache_salt, priority
             )
             self._served[stream.request_id] = _Served(request, stream)
 
@@ -342,6 +347,8 @@ class AsyncEngine:
         try:
             touched = self._engine.step()
             self._num_failed_steps = 0
+        except IntegrityError:
+            raise
         except EngineError as error:
             _logger.error("%s", error)
             self._num_failed_steps += 1

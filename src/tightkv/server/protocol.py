@@ -92,6 +92,7 @@ class SamplingRequest(_Body):
     return_tokens_as_token_ids: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    priority: int | None = None
     # They change nothing here.
     user: str | None = None
     metadata: dict[str, Any] | None = None

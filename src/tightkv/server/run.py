@@ -155,7 +155,11 @@ def _bind(config: ServerConfig) -> socket.socket:
             family, _, _, _, address = socket.getaddrinfo(
                 config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            # Only where the protocol is named does asyncio switch off the delay of small packets: a
+            # first token would wait 40 ms for the acknowledgement of the headers.
+            listener = undo.enter_context(
+                socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            )
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
         except OSError as error:

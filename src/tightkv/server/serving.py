@@ -160,10 +160,18 @@ class Serving:
 
     @contextlib.asynccontextmanager
     async def submitted(
-        self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, cache_salt: str
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        cache_salt: str,
+        priority: int,
     ) -> AsyncIterator[list[RequestStream]]:
         """Streams of these prompts; whatever happens inside, none is left running after it."""
-        streams = await self.engine.submit(request_id, prompts, params, cache_salt=cache_salt)
+        streams = await self.engine.submit(
+            request_id, prompts, params, cache_salt=cache_salt, priority=priority
+        )
         try:
             yield streams
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tightkv.evaluation.report import Distribution
+from tightkv.metrics import Spread
 
 __all__ = [
     "change",
@@ -84,7 +84,7 @@ def positions(begin: int, end: int) -> str:
     return f"{begin:,}–{end - 1:,}"  # noqa: RUF001 (an en dash, as between numbers in print)
 
 
-def quantile(distribution: Distribution, percentage: float) -> float | None:
+def quantile(distribution: Spread, percentage: float) -> float | None:
     """The value below which that many of the tokens lie; None if it is not in the report."""
     for name, value in distribution.quantiles.items():
         if name != "median" and float(name.rstrip("%")) == percentage:

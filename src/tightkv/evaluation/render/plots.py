@@ -20,12 +20,12 @@ from tightkv.evaluation.render.numbers import kld, positions
 from tightkv.evaluation.report import (
     ArmReport,
     EvaluationReport,
-    FidelityFigures,
     LayerFigures,
     PassName,
     RetrievalCell,
     TaskFigures,
 )
+from tightkv.metrics import DivergenceFigures
 
 __all__ = [
     "bucket_plot",
@@ -259,11 +259,11 @@ def heat_map(name: str, title: str, cells: Sequence[RetrievalCell]) -> str:
         return _svg(figure, name, f"Hidden words found by {title}, in percent, by length and depth")
 
 
-def _top(figures: FidelityFigures) -> tuple[float, float]:
+def _top(figures: DivergenceFigures) -> tuple[float, float]:
     return 100 * figures.same_top_p, 100 * figures.same_top_p_standard_error
 
 
-def _kld_mean(figures: FidelityFigures) -> tuple[float, float]:
+def _kld_mean(figures: DivergenceFigures) -> tuple[float, float]:
     return figures.kld.mean, figures.kld.standard_error
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tightkv.evaluation.report import Distribution, FidelityFigures
+from tightkv.metrics import DivergenceFigures, Spread
 
 __all__ = ["Block", "statistics_blocks"]
 
 Block = tuple[str, list[tuple[str, str]]]
 
 
-def statistics_blocks(figures: FidelityFigures) -> list[Block]:
+def statistics_blocks(figures: DivergenceFigures) -> list[Block]:
     """Three blocks: a title, and rows of a name and a value."""
     return [
         ("Perplexity statistics", _perplexity(figures)),
@@ -21,7 +21,7 @@ def statistics_blocks(figures: FidelityFigures) -> list[Block]:
     ]
 
 
-def _perplexity(of: FidelityFigures) -> list[tuple[str, str]]:
+def _perplexity(of: DivergenceFigures) -> list[tuple[str, str]]:
     rows = [
         ("Mean PPL(Q)", _with_error(of.ppl, of.ppl_standard_error)),
         ("Mean PPL(base)", _with_error(of.ppl_base, of.ppl_base_standard_error)),
@@ -36,13 +36,13 @@ def _perplexity(of: FidelityFigures) -> list[tuple[str, str]]:
     return [(f"{name:<30}", value) for name, value in rows]
 
 
-def _divergence(figures: FidelityFigures) -> list[tuple[str, str]]:
+def _divergence(figures: DivergenceFigures) -> list[tuple[str, str]]:
     kld = figures.kld
     mean = f"{_nats(kld.mean)} ± {_nats(kld.standard_error)}"
     return _distribution("KLD", kld, mean, _nats)
 
 
-def _token_probability(figures: FidelityFigures) -> list[tuple[str, str]]:
+def _token_probability(figures: DivergenceFigures) -> list[tuple[str, str]]:
     mean, error = 100 * figures.delta_p.mean, 100 * figures.delta_p.standard_error
     rms, rms_error = 100 * figures.rms_delta_p, 100 * figures.rms_delta_p_standard_error
     top, top_error = 100 * figures.same_top_p, 100 * figures.same_top_p_standard_error
@@ -54,7 +54,7 @@ def _token_probability(figures: FidelityFigures) -> list[tuple[str, str]]:
 
 
 def _distribution(
-    name: str, of: Distribution, mean: str, written: Callable[[float], str]
+    name: str, of: Spread, mean: str, written: Callable[[float], str]
 ) -> list[tuple[str, str]]:
     quantiles = sorted(of.quantiles.items(), key=lambda item: _percentage(item[0]), reverse=True)
     return [

@@ -20,12 +20,12 @@ from tightkv.evaluation.render.numbers import (
 from tightkv.evaluation.report import (
     ArmReport,
     EvaluationReport,
-    FidelityFigures,
     FidelityPass,
     GenerationFigures,
     PassName,
     RetrievalCell,
 )
+from tightkv.metrics import DivergenceFigures
 
 __all__ = [
     "PASSES",
@@ -113,28 +113,28 @@ def _overview(arms: Sequence[ArmReport]) -> Iterable[tuple[str, Cell]]:
         )
 
 
-def mean_kld(of: FidelityFigures) -> str:
+def mean_kld(of: DivergenceFigures) -> str:
     return with_error(of.kld.mean, of.kld.standard_error)
 
 
-def p99_kld(of: FidelityFigures) -> str:
+def p99_kld(of: DivergenceFigures) -> str:
     value = quantile(of.kld, 99)
     return _NONE if value is None else kld(value)
 
 
-def same_top(of: FidelityFigures) -> str:
+def same_top(of: DivergenceFigures) -> str:
     return percent(of.same_top_p)
 
 
-def ppl_change(of: FidelityFigures) -> str:
+def ppl_change(of: DivergenceFigures) -> str:
     return change(of.ppl_ratio)
 
 
-def _of_pass(name: PassName, cell: Callable[[FidelityFigures], str]) -> Cell:
+def _of_pass(name: PassName, cell: Callable[[DivergenceFigures], str]) -> Cell:
     return lambda arm: cell(arm.fidelity[name].overall) if name in arm.fidelity else _NONE
 
 
-def _worst(arm: ArmReport, cell: Callable[[FidelityFigures], str]) -> str:
+def _worst(arm: ArmReport, cell: Callable[[DivergenceFigures], str]) -> str:
     """Of the pass with the greater mean KLD."""
     if not arm.fidelity:
         return _NONE
@@ -166,7 +166,7 @@ def _tasks(arms: Sequence[ArmReport]) -> list[tuple[str, str]]:
 
 def fidelity_table(report: EvaluationReport) -> Table | None:
     """One row per arm and pass, and the noise floor."""
-    columns: tuple[tuple[str, Callable[[FidelityFigures], str]], ...] = (
+    columns: tuple[tuple[str, Callable[[DivergenceFigures], str]], ...] = (
         ("tokens", lambda of: f"{of.num_tokens:,}"),
         ("PPL", lambda of: f"{of.ppl:.3f}"),
         (
@@ -194,7 +194,7 @@ def fidelity_table(report: EvaluationReport) -> Table | None:
     return Table("Fidelity", ("KV cache", "pass", *names), (floor, *rows), frozenset({0, 1}))
 
 
-def _quantile_or_none(of: FidelityFigures, percentage: float) -> str:
+def _quantile_or_none(of: DivergenceFigures, percentage: float) -> str:
     value = quantile(of.kld, percentage)
     return _NONE if value is None else kld(value)
 
@@ -215,7 +215,7 @@ def bucket_tables(report: EvaluationReport) -> list[Table]:
 
 
 def _by_span(
-    read: FidelityPass, spans: Sequence[tuple[int, int]], cell: Callable[[FidelityFigures], str]
+    read: FidelityPass, spans: Sequence[tuple[int, int]], cell: Callable[[DivergenceFigures], str]
 ) -> list[str]:
     of = {(bucket.begin, bucket.end): bucket.figures for bucket in read.buckets}
     return [cell(of[span]) if span in of else _NONE for span in spans]

@@ -20,7 +20,8 @@ from tightkv.evaluation.render.tables import (
     ppl_change,
     same_top,
 )
-from tightkv.evaluation.report import ArmReport, EvaluationReport, FidelityFigures, Level
+from tightkv.evaluation.report import ArmReport, EvaluationReport, Level
+from tightkv.metrics import DivergenceFigures
 
 __all__ = ["LEAST_WIDTH", "print_report"]
 
@@ -92,13 +93,13 @@ def _fidelity(arm: ArmReport) -> list[str]:
     names = [name for name in PASSES if name in arm.fidelity]
     overall = [arm.fidelity[name].overall for name in names]
 
-    def lines(cell: Callable[[FidelityFigures], str]) -> str:
+    def lines(cell: Callable[[DivergenceFigures], str]) -> str:
         return "\n".join(map(cell, overall))
 
     return ["\n".join(names), *map(lines, (_tight_kld, p99_kld, same_top, ppl_change))]
 
 
-def _tight_kld(of: FidelityFigures) -> str:
+def _tight_kld(of: DivergenceFigures) -> str:
     return mean_kld(of).replace(" ", "")
 
 
