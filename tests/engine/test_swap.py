@@ -46,7 +46,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def swapping(folder: Path, **options: Any) -> LLM:
     """An engine that swaps whatever it costs: tiny models compute faster than a disk writes."""
-    return tiny_llm(folder, **{"swap_space": 0.01, "preemption_mode": "swap", **options})
+    llm = tiny_llm(folder, **{"swap_space": 0.01, "preemption_mode": "swap", **options})
+    llm.engine.scheduler.num_reserved_tokens = 0  # so that some are preempted
+    return llm
 
 
 def space_of(llm: LLM) -> SwapSpace:
@@ -300,6 +302,7 @@ def start(model: Path, folder: Path, tests: Path = Path(__file__).parents[1]) ->
             preemption_mode="swap",
         )
         engine, number = llm.engine, 0
+        engine.scheduler.num_reserved_tokens = 0
         while True:
             while len(engine.requests) < 4:
                 engine.add_request(str(number), prompts()[number % 4], GREEDY)
