@@ -14,6 +14,7 @@ from tightkv.metrics import (
     LayerSnapshot,
     PoolSnapshot,
     RequestStats,
+    SwapSnapshot,
     TensorSnapshot,
 )
 from tightkv.metrics.prometheus import ServerMetrics
@@ -41,6 +42,11 @@ SNAPSHOT = EngineSnapshot(
         prefix_cache_hits=32,
         num_preemptions=2,
         num_preempted_tokens=41,
+        num_swaps=7,
+        num_swap_fallbacks=1,
+        num_swapped_out_blocks=9,
+        num_swapped_in_blocks=8,
+        num_fetched_tokens=48,
     ),
     num_running=3,
     num_waiting=5,
@@ -63,6 +69,9 @@ SNAPSHOT = EngineSnapshot(
         GroupSnapshot(sliding_window=512, num_used_blocks=1),
     ),
     pool=PoolSnapshot(block_bytes=2400, blocks="..us..uc"),
+    swap=SwapSnapshot(
+        num_slots=20, slot_bytes=2400, num_used_slots=5, num_kept_slots=3, num_sequences=2
+    ),
 )
 
 FINISHED = RequestStats(

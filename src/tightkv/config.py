@@ -15,6 +15,7 @@ from tightkv.errors import ConfigError
 
 __all__ = [
     "PARTS",
+    "PREEMPTION_MODES",
     "REFUSED_OPTIONS",
     "CacheConfig",
     "DeviceConfig",
@@ -25,6 +26,9 @@ __all__ = [
     "ServerConfig",
     "unknown_option",
 ]
+
+
+PREEMPTION_MODES = ("auto", "swap", "recompute")
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
@@ -85,7 +89,12 @@ class CacheConfig:
         "the search of faults",
     )
     swap_space: float = _option(
-        0.0, "GiB for blocks of preempted sequences; only 0: they are computed anew"
+        0.0,
+        "GiB for blocks of preempted sequences and of evicted prefixes, on a CPU in a file; 0: "
+        "they are computed anew",
+    )
+    swap_dir: str | None = _option(
+        None, "folder of the swap space's file; default: the system's for temporary files"
     )
     kv_cache_scales: Any = field(default=None, metadata={"python_only": True})
 
@@ -98,6 +107,12 @@ class SchedulerConfig:
     max_num_batched_tokens: int = _option(1024, "most tokens in one step")
     enable_chunked_prefill: bool = _option(
         True, "cut long prompts into chunks that share a step with decodes"
+    )
+    preemption_mode: str = _option(
+        "auto",
+        "what becomes of preempted sequences: swap moves their blocks to the swap space, recompute "
+        "computes them anew, auto does what costs less; without a swap space, recompute",
+        choices=PREEMPTION_MODES,
     )
     scheduling_policy: str = _option(
         "fcfs",
@@ -269,7 +284,6 @@ REFUSED_OPTIONS: dict[str, str] = {
     "disable_log_requests": "prompts are logged only with --enable-log-requests; leave it out.",
     "disable_log_stats": "metrics are at /metrics, not in the log; leave it out.",
     "max_seq_len_to_capture": "nothing is captured at start; leave it out.",
-    "preemption_mode": "preempted sequences are computed anew; leave it out.",
     "num_scheduler_steps": "each step is scheduled; leave it out.",
     "use_v2_block_manager": "there is one block manager; leave it out.",
     "tool_call_parser": "the form of tool calls is read from the chat template; leave it out.",

@@ -8,6 +8,7 @@ TightKVError
 ├── CheckpointError                      a model folder or file that cannot be read
 ├── ScaleError                           KV scales that are missing, surplus or not usable
 ├── OutputError                          a file that cannot be written
+├── SwapError                            blocks that cannot be moved out or back
 ├── RequestError (also ValueError)       one request is wrong; no other request is touched
 │   ├── InvalidSamplingParamsError
 │   └── PromptTooLongError
@@ -30,6 +31,7 @@ __all__ = [
     "PromptTooLongError",
     "RequestError",
     "ScaleError",
+    "SwapError",
     "TightKVError",
     "UnsupportedFormatError",
     "UnsupportedModelError",
@@ -66,6 +68,10 @@ class ScaleError(TightKVError):
 
 class OutputError(TightKVError):
     """A file that cannot be written."""
+
+
+class SwapError(TightKVError):
+    """Blocks that cannot be moved to the swap space or back; the engine computes them anew."""
 
 
 class RequestError(TightKVError, ValueError):

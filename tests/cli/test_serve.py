@@ -122,7 +122,12 @@ def test_wrong_flags(
         (["--api-key", ""], "api_key is empty"),
         (["--port", "0"], "absent-model"),
         (["--port", "0", "--tensor-parallel-size", "2"], "tensor_parallel_size is 2"),
-        (["--port", "0", "--swap-space", "4"], "swap_space is 4"),
+        (["--port", "0", "--swap-space", "-4"], "swap_space is -4"),
+        (["--port", "0", "--swap-space", "nan"], "swap_space is nan"),
+        (["--port", "0", "--swap-space", "1e9"], "GiB free"),
+        (["--port", "0", "--swap-space", "0.1", "--swap-dir", "/absent/swap"], "cannot be made"),
+        (["--port", "0", "--swap-dir", "/tmp"], "swap_space is 0"),
+        (["--port", "0", "--preemption-mode", "swap"], "swap_space is 0"),
     ],
 )
 def test_refused_before_anything_loads(

@@ -319,13 +319,13 @@ def test_every_group_must_serve_the_beginning() -> None:
     manager = filled((None, 6), 20)
     full = [manager._find(0, name) for name in manager.new_hasher("").full_blocks(LONG, 40)]
     assert None not in full
-    manager._pool._forget(full[7])  # type: ignore[arg-type]
+    manager._pool.forget([full[7]])  # type: ignore[list-item]
     assert hits(manager, LONG) == 28
     window = manager._find(1, manager.new_hasher("").full_blocks(LONG, 40)[6])
-    manager._pool._forget(window)  # type: ignore[arg-type]
+    manager._pool.forget([window])  # type: ignore[list-item]
     assert hits(manager, LONG) == 24
     full_2 = manager._find(0, manager.new_hasher("").full_blocks(LONG, 40)[2])
-    manager._pool._forget(full_2)  # type: ignore[arg-type]
+    manager._pool.forget([full_2])  # type: ignore[list-item]
     assert hits(manager, LONG) == 8
 
 

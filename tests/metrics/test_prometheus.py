@@ -91,6 +91,24 @@ def test_counts_of_the_engine() -> None:
     assert value(metrics, "tightkv:memory_bytes", part="kv_cache") == 8 * 2400
 
 
+def test_swap_space() -> None:
+    metrics = server_metrics()
+    expected = {
+        "vllm:num_requests_swapped": 2,
+        "vllm:cpu_cache_usage_perc": 0.25,
+        "tightkv:swaps_total": 7,
+        "tightkv:swap_fallbacks_total": 1,
+        "tightkv:swap_out_blocks_total": 9,
+        "tightkv:swap_in_blocks_total": 8,
+        "tightkv:swap_out_bytes_total": 9 * 2400,
+        "tightkv:swap_in_bytes_total": 8 * 2400,
+        "tightkv:swap_fetched_tokens_total": 48,
+    }
+    assert {name: value(metrics, name) for name in expected} == expected
+    for holds, num_slots in {"sequences": 5, "prefixes": 3, "nothing": 12}.items():
+        assert value(metrics, "tightkv:swap_space_bytes", holds=holds) == num_slots * 2400
+
+
 def test_bytes_by_format() -> None:
     metrics = server_metrics()
     allocated, used = "tightkv:kv_cache_allocated_bytes", "tightkv:kv_cache_used_bytes"

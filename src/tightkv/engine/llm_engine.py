@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 from tightkv.config import CacheConfig, EngineConfig
 from tightkv.engine.batch import build_forward_batch
@@ -25,6 +27,7 @@ from tightkv.engine.policy import (
     scales_of,
     with_probe,
 )
+from tightkv.engine.preemption import Preemption, Recomputation, Swapping
 from tightkv.engine.request import Request
 from tightkv.engine.resolve import (
     check_config,
@@ -41,7 +44,17 @@ from tightkv.errors import EngineError, IntegrityError, PromptTooLongError, Requ
 from tightkv.formats import KVCachePolicy
 from tightkv.formats.registry import dtype_name
 from tightkv.kernels import Backend, select_backend
-from tightkv.kvcache import KVCacheManager, KVCacheStorage, LayerGroup, are_alike, group_layers
+from tightkv.kvcache import (
+    KVCacheManager,
+    KVCacheStorage,
+    LayerGroup,
+    SwappingKVCacheManager,
+    are_alike,
+    group_layers,
+)
+from tightkv.kvcache.swap_costs import SwapCosts
+from tightkv.kvcache.swap_memory import GIB, SwapMemory, open_swap_memory
+from tightkv.kvcache.swap_space import SwapSpace
 from tightkv.metrics import EngineStats
 from tightkv.models import (
     Checkpoint,
@@ -68,6 +81,7 @@ class LLMEngine:
         pool_request: what the pool's size was planned from.
         plan: the pool.
         stats: counters since the start.
+        swap_space: where the blocks of preempted sequences go; None: nowhere.
         grammars: what `structured_outputs` are compiled by; other threads may use it, too.
     """
 
@@ -95,6 +109,8 @@ class LLMEngine:
         check_config(config)
         self.device = resolve_device(config.device.device)
         self._backend = backend or select_backend(self.device)
+        # Before the memory is looked at: on a tmpfs or pinned, swap space takes of it.
+        swap_memory = self._open_swap_memory(config.cache)
         total_bytes = available_memory()
         if total_bytes is not None:
             # A given model is in memory already, and planned for below.
@@ -113,19 +129,12 @@ class LLMEngine:
         self.config = resolve_config(config, self.plan, self.policy, dtype_name(self.model.dtype))
         self.storage = self._allocate(groups, geometry)
         log_plan(self.device, self.plan, groups, f"{self._backend.name} ({self._backend.reason})")
-        self.manager = KVCacheManager(
-            windows=[group.sliding_window for group in groups],
-            num_blocks=self.plan.num_blocks,
-            block_size=config.cache.block_size,
-            seed=self._cache_seed(),
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-            max_chunk=self.pool_request.max_chunk,
-            clear=None if are_alike(groups) else self.storage.clear,
-        )
+        self.stats = EngineStats()
+        self.swap_space = self._make_swap_space(swap_memory)
+        self.manager, preemption = self._make_manager(groups)
         if config.cache.debug_integrity:
             self.manager.poison_with(self.storage.poison)
-        self.stats = EngineStats()
-        self.scheduler = Scheduler(self.config.scheduler, self.manager, self.stats)
+        self.scheduler = Scheduler(self.config.scheduler, self.manager, self.stats, preemption)
         self._clip_watch = ClipWatch(self.storage)
         self._runner = ModelRunner(self.model, self.storage)
         self._processor = OutputProcessor(self.model.tokenizer, self.model.eos_token_ids)
@@ -216,7 +225,9 @@ class LLMEngine:
         self._count(chunks)
         try:
             batch = build_forward_batch(chunks, self.manager, self.device)
+            begin = time.perf_counter()
             self._processor.process(batch, self._runner.execute(batch))
+            self._note_speed(chunks, time.perf_counter() - begin)
         except Exception as error:
             raise self._fail(chunks, error) from error
         settled = self._settle(chunks)
@@ -286,6 +297,12 @@ class LLMEngine:
             self.stats.prompt_tokens += max(
                 0, min(begin + chunk.num_tokens, sequence.prompt_len) - begin
             )
+
+    def _note_speed(self, chunks: Seq[ScheduledChunk], seconds: float) -> None:
+        """Tell the swap space how fast prompts are: of steps in which most tokens are theirs."""
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        if self.swap_space is not None and num_tokens > 2 * len(chunks):
+            self.swap_space.costs.prefill.note(num_tokens, seconds)
 
     def _check_prompt(self, token_ids: Seq[int], params: SamplingParams) -> None:
         limit = self.plan.max_model_len
@@ -401,6 +418,37 @@ class LLMEngine:
         identity = self.model.identity
         facts = f"{identity.architecture} {identity.weights} {self.model.dtype}"
         return hashlib.sha256(facts.encode() + self.storage.fingerprint()).digest()
+
+    def _open_swap_memory(self, cache: CacheConfig) -> SwapMemory | None:
+        if cache.swap_space == 0:
+            return None
+        whole, part = divmod(cache.swap_space, 1)
+        num_bytes = int(whole) * GIB + int(part * GIB)  # in one product 1e300 GiB would overflow
+        return open_swap_memory(num_bytes, cache.swap_dir, self.device, available_memory())
+
+    def _make_swap_space(self, memory: SwapMemory | None) -> SwapSpace | None:
+        if memory is None:
+            return None
+        costs = SwapCosts(ignores_costs=self.config.scheduler.preemption_mode == "swap")
+        return SwapSpace(memory, self.storage, costs, self.stats)
+
+    def _make_manager(self, groups: tuple[LayerGroup, ...]) -> tuple[KVCacheManager, Preemption]:
+        cache = self.config.cache
+        arguments: dict[str, Any] = {
+            "windows": [group.sliding_window for group in groups],
+            "num_blocks": self.plan.num_blocks,
+            "block_size": cache.block_size,
+            "seed": self._cache_seed(),
+            "enable_prefix_caching": cache.enable_prefix_caching,
+            "max_chunk": self.pool_request.max_chunk,
+            "clear": None if are_alike(groups) else self.storage.clear,
+        }
+        if self.swap_space is None:
+            manager = KVCacheManager(**arguments)
+            return manager, Recomputation(manager, self.stats)
+        swapping = SwappingKVCacheManager(**arguments, swap_space=self.swap_space)
+        mode = self.config.scheduler.preemption_mode
+        return swapping, Swapping(mode, swapping, self.stats)
 
     def _allocate(self, groups: tuple[LayerGroup, ...], geometry: ModelGeometry) -> KVCacheStorage:
         return KVCacheStorage(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from tightkv.config import CacheConfig, EngineConfig
+from tightkv.config import PREEMPTION_MODES, CacheConfig, EngineConfig, SchedulerConfig
 from tightkv.engine.policy import check_skip_layers, layer_ranges
 from tightkv.errors import ConfigError, ScaleError
 from tightkv.formats import (
@@ -60,11 +61,7 @@ def check_config(config: EngineConfig) -> None:
             f"tensor_parallel_size is {config.device.tensor_parallel_size}: one process serves on "
             "one device; leave it at 1."
         )
-    if cache.swap_space != 0:
-        raise ConfigError(
-            f"swap_space is {cache.swap_space:g}: preempted sequences are computed anew, not "
-            "moved; leave it at 0."
-        )
+    _check_swap(cache, scheduler)
     if scheduler.scheduling_policy not in ("fcfs", "priority"):
         raise ConfigError(
             f"Unknown scheduling_policy {scheduler.scheduling_policy!r}: choose fcfs or priority."
@@ -197,6 +194,26 @@ def _check_dtypes(cache: CacheConfig) -> None:
             f"kv_cache_dtype {cache.kv_cache_dtype!r} is contradicted by k_cache_dtype "
             f"{cache.k_cache_dtype!r} and v_cache_dtype {cache.v_cache_dtype!r}, which leave "
             "nothing for it: give either the first or the other two."
+        )
+
+
+def _check_swap(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
+    size, mode = cache.swap_space, scheduler.preemption_mode
+    if not isinstance(size, int | float) or not 0 <= size < math.inf:
+        raise ConfigError(f"swap_space is {size!r}: it must be a number of GiB, at least 0.")
+    if mode not in PREEMPTION_MODES:
+        raise ConfigError(
+            f"Unknown preemption_mode {mode!r}: choose one of {', '.join(PREEMPTION_MODES)}."
+        )
+    if size == 0 and mode == "swap":
+        raise ConfigError(
+            "preemption_mode is 'swap', but swap_space is 0: give it some GiB, or choose another "
+            "mode."
+        )
+    if size == 0 and cache.swap_dir is not None:
+        raise ConfigError(
+            f"swap_dir is {cache.swap_dir!r}, but swap_space is 0: give it some GiB, or leave the "
+            "folder out."
         )
 
 

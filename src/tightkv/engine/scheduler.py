@@ -3,7 +3,8 @@
 All sequences have one order: by priority, then by arrival. Running ones come first, then waiting
 ones as far as token budget, sequence limit and blocks allow, and until the step has work enough.
 When the pool is full a sequence that needs a block takes it from one behind it in the order: that
-one is preempted, its blocks are given up, and it is computed anew later, to the same tokens.
+one is preempted, its blocks are given up, and it is computed anew later, to the same tokens, or
+they are moved to the swap space, and it goes on where it was (`engine/preemption.py`).
 docs/scheduling.md has the rules, what they guarantee, and what they cost.
 """
 
@@ -13,6 +14,7 @@ from bisect import insort
 from dataclasses import dataclass
 
 from tightkv.config import SchedulerConfig
+from tightkv.engine.preemption import Preemption, Recomputation
 from tightkv.engine.sequence import Sequence, SequenceStatus
 from tightkv.kvcache import KVCacheManager
 from tightkv.metrics import EngineStats
@@ -76,11 +78,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, manager: KVCacheManager, stats: EngineStats
+        self,
+        config: SchedulerConfig,
+        manager: KVCacheManager,
+        stats: EngineStats,
+        preemption: Preemption | None = None,
     ) -> None:
+        """Start with no sequence; `preemption` is by recomputation unless another is given."""
         self._config = config
         self._manager = manager
         self._stats = stats
+        self._preemption = preemption or Recomputation(manager, stats)
         self._num_added = 0
         self.num_reserved_tokens = _RESERVED_TOKENS
         self.waiting: list[Sequence] = []
@@ -122,7 +130,9 @@ class Scheduler:
                 about = f"{name} sequence {sequence.seq_id}"
                 assert sequence.status.value == name, f"{about} is {sequence.status.value}"
                 held = self._manager.num_blocks_of(sequence.seq_id)
-                least = self._manager.blocks_seen(sequence.num_computed_tokens)
+                is_swapped = self._preemption.is_swapped(sequence)
+                computed = 0 if is_swapped else sequence.num_computed_tokens
+                least = self._manager.blocks_seen(computed)
                 most = self._manager.blocks_for(sequence.num_tokens) if name == "running" else 0
                 assert least <= held <= most, f"{about} has {held} blocks, not {least} to {most}"
         assert self._manager.num_sequences == len(self.running), "blocks of nobody's sequence"
@@ -172,11 +182,9 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         self.running.remove(victim)
-        self._manager.free(victim.seq_id)
+        self._preemption.take_blocks(victim)
         self._stats.num_preemptions += 1
-        self._stats.num_preempted_tokens += victim.num_computed_tokens
         victim.status = SequenceStatus.WAITING
-        victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         insort(self.waiting, victim, key=_rank)
 
@@ -201,6 +209,8 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, budget: _PromptBudget) -> ScheduledChunk | None:
         """Begin a waiting sequence, if all of its tokens have room now, and the others' next."""
+        if self._preemption.is_swapped(sequence):
+            return self._resume(sequence, budget)
         limit = 0 if sequence.needs_prompt_logprobs else sequence.num_tokens - 1
         num_cached = self._manager.get_computed_blocks(
             sequence.seq_id, sequence.hasher, sequence.token_ids, limit
@@ -221,6 +231,18 @@ class Scheduler:
             sequence.num_cached_tokens = num_cached
             self._stats.prefix_cache_queries += sequence.prompt_len
             self._stats.prefix_cache_hits += num_cached
+        return self._run(sequence, num_tokens, budget)
+
+    def _resume(self, sequence: Sequence, budget: _PromptBudget) -> ScheduledChunk | None:
+        """Go on with a sequence whose blocks were moved, if all of its tokens have room now."""
+        num_tokens = self._chunk_size(sequence, budget)
+        if num_tokens == 0:
+            return None
+        if self._preemption.bring_back(sequence, self._num_reserved_blocks()):
+            return self._run(sequence, num_tokens, budget)
+        return None if self._preemption.is_swapped(sequence) else self._start(sequence, budget)
+
+    def _run(self, sequence: Sequence, num_tokens: int, budget: _PromptBudget) -> ScheduledChunk:
         sequence.status = SequenceStatus.RUNNING
         insort(self.running, sequence, key=_rank)
         return budget.take(sequence, num_tokens)

@@ -33,7 +33,8 @@ class Sequence:
         max_tokens: tokens of the answer at most, limits of the model included.
         leader: the first sequence of the same request, whose prompt blocks this one shares.
         rank: priority and number of arrival; the lower comes first.
-        num_computed_tokens: tokens whose K and V are in the cache; 0 again after preemption.
+        num_computed_tokens: tokens whose K and V are in the cache or the swap space; 0 again after
+            preemption by recomputation.
         num_cached_tokens: prompt tokens that the prefix cache gave at the first start.
         prompt_logprobs: of the prompt tokens so far, where they were asked for.
     """

@@ -9,13 +9,14 @@ from tightkv.engine.llm_engine import LLMEngine
 from tightkv.engine.request import Request
 from tightkv.engine.sequence import SequenceStatus
 from tightkv.formats import TensorFormat, TensorPolicy
-from tightkv.kvcache import KVCacheManager
+from tightkv.kvcache import KVCacheManager, SwappingKVCacheManager
 from tightkv.metrics import (
     EngineSnapshot,
     GroupSnapshot,
     LayerSnapshot,
     PoolSnapshot,
     RequestSnapshot,
+    SwapSnapshot,
     TensorSnapshot,
 )
 
@@ -47,6 +48,20 @@ def take_snapshot(engine: LLMEngine) -> EngineSnapshot:
         ),
         pool=PoolSnapshot(block_bytes=plan.bytes_per_block, blocks=manager.block_letters()),
         requests=tuple(_request(request, manager) for request in engine.requests),
+        swap=_swap(manager),
+    )
+
+
+def _swap(manager: KVCacheManager) -> SwapSnapshot:
+    if not isinstance(manager, SwappingKVCacheManager):
+        return SwapSnapshot()
+    space = manager.swap_space
+    return SwapSnapshot(
+        num_slots=space.num_slots,
+        slot_bytes=space.slot_bytes,
+        num_used_slots=space.num_used_slots,
+        num_kept_slots=space.num_kept_slots,
+        num_sequences=manager.num_swapped,
     )
 
 

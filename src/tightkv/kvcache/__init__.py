@@ -10,6 +10,7 @@ from tightkv.kvcache.spec import (
     layers_by_window,
 )
 from tightkv.kvcache.storage import KVCacheStorage
+from tightkv.kvcache.swapping_manager import SwappingKVCacheManager
 from tightkv.kvcache.window import most_blocks
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "KVCacheSpec",
     "KVCacheStorage",
     "LayerGroup",
+    "SwappingKVCacheManager",
     "are_alike",
     "group_layers",
     "layers_by_window",

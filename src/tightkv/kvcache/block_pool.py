@@ -10,6 +10,9 @@ __all__ = ["BlockPool", "Poison"]
 Poison = Callable[[Sequence[int], bool], None]
 """Overwrites blocks whose content is lost; True: they are in use now, and may be read in part."""
 
+Evicted = Sequence[tuple[int, bytes]]
+"""Blocks, and the hashes of their contents."""
+
 
 class BlockPool:
     """Block ids, with reference counts and a memory of what they hold.
@@ -22,6 +25,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.on_evict: Callable[[Evicted], None] | None = None
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of_hash: dict[bytes, int] = {}
@@ -31,6 +35,11 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         return len(self._free)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks whose content can be taken back."""
+        return sum(map(self._hash_of_block.__contains__, self._free))
 
     def ref_count(self, block: int) -> int:
         """Sequences that use the block."""
@@ -45,9 +54,13 @@ class BlockPool:
         if count > len(self._free):
             raise ValueError(f"{count} blocks were asked for, {len(self._free)} are free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        hashes = self._hash_of_block
+        evicted = [(block, hashes[block]) for block in blocks if block in hashes]
+        self.forget(blocks)
         for block in blocks:
-            self._forget(block)
             self._ref_counts[block] = 1
+        if evicted and self.on_evict is not None:
+            self.on_evict(evicted)
         if self.poison is not None:
             self.poison(blocks, True)
         return blocks
@@ -92,6 +105,13 @@ class BlockPool:
         self._block_of_hash.clear()
         self._hash_of_block.clear()
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Forget the content of these blocks."""
+        for block in blocks:
+            block_hash = self._hash_of_block.pop(block, None)
+            if block_hash is not None:
+                del self._block_of_hash[block_hash]
+
     def letters(self) -> str:
         """A letter per block: `u` used, `s` used by several, `c` free with content, `.` free."""
         return "".join(
@@ -109,8 +129,3 @@ class BlockPool:
         for block_hash, block in self._block_of_hash.items():
             assert self._hash_of_block.get(block) == block_hash, f"hash of block {block} differs"
         assert len(self._block_of_hash) == len(self._hash_of_block), "hashes do not match blocks"
-
-    def _forget(self, block: int) -> None:
-        block_hash = self._hash_of_block.pop(block, None)
-        if block_hash is not None:
-            del self._block_of_hash[block_hash]

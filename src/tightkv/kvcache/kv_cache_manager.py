@@ -9,14 +9,14 @@ from tightkv.kvcache.block_hash import BlockHasher
 from tightkv.kvcache.block_pool import BlockPool, Poison
 from tightkv.kvcache.window import first_block, most_blocks
 
-__all__ = ["KVCacheManager"]
+__all__ = ["PASSED", "Allocation", "KVCacheManager", "name_of"]
 
-_PASSED = 0
+PASSED = 0
 """In a block table in place of a block that has left the window; kernels do not look at it."""
 
 
 @dataclass(slots=True)
-class _Allocation:
+class Allocation:
     """What one sequence holds.
 
     Attributes:
@@ -76,7 +76,7 @@ class KVCacheManager:
         self._enable_prefix_caching = enable_prefix_caching
         self._clear = clear
         self._last_group: dict[int, int] = {}
-        self._allocations: dict[str, _Allocation] = {}
+        self._allocations: dict[str, Allocation] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -125,16 +125,16 @@ class KVCacheManager:
             Number of tokens found, a multiple of the block size.
         """
         hashes = hasher.full_blocks(token_ids, max_tokens)
-        length = self._longest_hit(hashes)
+        length = self._longest_hit(hashes, self._is_found)
         tables, passed = [], []
         for group, window in enumerate(self._windows):
             first = first_block(window, length * self.block_size, self.block_size)
             found = [self._find(group, block_hash) for block_hash in hashes[first:length]]
             blocks = [block for block in found if block is not None]
             self._pool.touch(blocks)
-            tables.append([_PASSED] * first + blocks)
+            tables.append([PASSED] * first + blocks)
             passed.append(first)
-        self._allocations[seq_id] = _Allocation(tables, hasher, passed, length)
+        self._allocations[seq_id] = Allocation(tables, hasher, passed, length)
         return length * self.block_size
 
     def allocate_slots(
@@ -187,7 +187,7 @@ class KVCacheManager:
         for group, table in enumerate(allocation.block_tables):
             begin = max(allocation.num_remembered, allocation.num_passed[group])
             for index in range(begin, len(hashes)):
-                self._pool.remember(table[index], _name(group, hashes[index]))
+                self._pool.remember(table[index], name_of(group, hashes[index]))
         allocation.num_remembered = max(allocation.num_remembered, len(hashes))
 
     def free(self, seq_id: str) -> None:
@@ -251,7 +251,7 @@ class KVCacheManager:
         for allocation in self._allocations.values():
             for group, table in enumerate(allocation.block_tables):
                 passed = table[: allocation.num_passed[group]]
-                assert passed == [_PASSED] * allocation.num_passed[group], "a passed block is held"
+                assert passed == [PASSED] * allocation.num_passed[group], "a passed block is held"
                 for block in allocation.held(group):
                     users[block] += 1
         for block, count in enumerate(users):
@@ -266,7 +266,7 @@ class KVCacheManager:
             for group, passed in enumerate(allocation.num_passed):
                 for index, block in enumerate(allocation.held(group), passed):
                     name = self._pool.hash_of(block) or names.get(block)
-                    own = _name(group, hashes[index]) if index < len(hashes) else None
+                    own = name_of(group, hashes[index]) if index < len(hashes) else None
                     about = f"block {block} of group {group}, number {index} of {seq_id},"
                     assert name is None or name == own, f"{about} holds other tokens"
                     is_alone = self._pool.ref_count(block) == 1
@@ -278,35 +278,40 @@ class KVCacheManager:
         return most_blocks(window, num_tokens, self.block_size, self._max_chunk)
 
     def _find(self, group: int, block_hash: bytes) -> int | None:
-        return self._pool.find(_name(group, block_hash))
+        return self._pool.find(name_of(group, block_hash))
 
-    def _longest_hit(self, hashes: Sequence[bytes]) -> int:
+    def _is_found(self, group: int, block_hash: bytes) -> bool:
+        return self._find(group, block_hash) is not None
+
+    def _longest_hit(self, hashes: Sequence[bytes], has: Callable[[int, bytes], bool]) -> int:
         """Blocks of the longest beginning behind which every group could go on."""
         length, longest = len(hashes), -1
         while length != longest:
             longest = length
             for group in range(len(self._windows)):
-                length = self._longest_hit_of(group, hashes, length)
+                length = self._longest_hit_of(group, hashes, length, has)
         return length
 
-    def _longest_hit_of(self, group: int, hashes: Sequence[bytes], length: int) -> int:
+    def _longest_hit_of(
+        self, group: int, hashes: Sequence[bytes], length: int, has: Callable[[int, bytes], bool]
+    ) -> int:
         """The same for one group, `length` at most: it needs the blocks its next query sees."""
         window = self._windows[group]
         index = length - 1
         while index >= first_block(window, length * self.block_size, self.block_size):
-            if self._find(group, hashes[index]) is None:
+            if not has(group, hashes[index]):
                 length = index
             index -= 1
         return length
 
-    def _free_passed(self, allocation: _Allocation, num_computed_tokens: int) -> None:
+    def _free_passed(self, allocation: Allocation, num_computed_tokens: int) -> None:
         """Give back the blocks that have left the windows."""
         for group, window in enumerate(self._windows):
             first = first_block(window, num_computed_tokens, self.block_size)
             passed, table = allocation.num_passed[group], allocation.block_tables[group]
             if first > passed:
                 self._pool.free(table[passed:first])
-                table[passed:first] = [_PASSED] * (first - passed)
+                table[passed:first] = [PASSED] * (first - passed)
                 allocation.num_passed[group] = first
 
     def _allocate(self, group: int, count: int) -> list[int]:
@@ -319,6 +324,6 @@ class KVCacheManager:
         return blocks
 
 
-def _name(group: int, block_hash: bytes) -> bytes:
+def name_of(group: int, block_hash: bytes) -> bytes:
     """Name of a block's content: the groups hold different layers of the same tokens."""
     return block_hash + group.to_bytes(1)

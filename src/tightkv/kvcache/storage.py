@@ -83,11 +83,11 @@ class KVCacheStorage:
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks, as allocated."""
-        return sum(blocks.numel() for blocks in self._tensors())
+        return sum(blocks.numel() for blocks in self.tensors())
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Fill blocks with zeros, which are finite codes of every format."""
-        for tensor in self._tensors():
+        for tensor in self.tensors():
             tensor[list(blocks)] = 0
 
     def clip_counts(self) -> dict[int, tuple[int, int]]:
@@ -168,7 +168,7 @@ class KVCacheStorage:
         """
         codes = [layer.layout.v_format.code for layer in self._layers.values()]
         can_be_nan = not are_used and all(code.dtype.is_floating_point for code in codes)
-        for tensor in self._tensors():
+        for tensor in self.tensors():
             tensor[list(blocks)] = _NAN_BYTE if can_be_nan else _LARGE_BYTE
 
     def fingerprint(self) -> bytes:
@@ -181,7 +181,7 @@ class KVCacheStorage:
                     digest.update(TensorScale(factors).fingerprint())
         return digest.digest()
 
-    def _tensors(self) -> Iterable[torch.Tensor]:
+    def tensors(self) -> Iterable[torch.Tensor]:
         """Each tensor of blocks once, of layers or of pages."""
         return {layer.blocks.data_ptr(): layer.blocks for layer in self._layers.values()}.values()
 

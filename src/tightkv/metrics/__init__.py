@@ -8,6 +8,7 @@ from tightkv.metrics.snapshot import (
     LayerSnapshot,
     PoolSnapshot,
     RequestSnapshot,
+    SwapSnapshot,
     TensorSnapshot,
 )
 from tightkv.metrics.stats import EngineStats
@@ -23,6 +24,7 @@ __all__ = [
     "RequestSnapshot",
     "RequestStats",
     "Spread",
+    "SwapSnapshot",
     "TensorSnapshot",
     "kl_divergence",
 ]

@@ -166,6 +166,38 @@ _CACHE = (
     ),
 )
 
+_SWAP = (
+    _gauge(
+        "vllm:num_requests_swapped",
+        "Sequences whose blocks are in the swap space; vllm:num_requests_waiting counts them, too",
+    ),
+    _gauge(
+        "vllm:cpu_cache_usage_perc",
+        "Share of the swap space that holds blocks of preempted sequences, from 0 to 1",
+    ),
+    _gauge(
+        "tightkv:swap_space_bytes",
+        "Bytes of the swap space by what they hold: sequences (preempted ones), prefixes (which "
+        "the prefix cache gave up), nothing",
+        "holds",
+    ),
+    _engine_counter("tightkv:swaps", "Preempted sequences whose blocks were moved"),
+    _engine_counter(
+        "tightkv:swap_fallbacks",
+        "Sequences to be moved out or back that are computed anew: no room, or a copy failed",
+    ),
+    _engine_counter(
+        "tightkv:swap_out_blocks", "Blocks copied to the swap space; one of each layer group counts"
+    ),
+    _engine_counter("tightkv:swap_in_blocks", "Blocks copied back"),
+    _engine_counter("tightkv:swap_out_bytes", "Bytes of the blocks copied to the swap space"),
+    _engine_counter("tightkv:swap_in_bytes", "Bytes of the blocks copied back"),
+    _engine_counter(
+        "tightkv:swap_fetched_tokens",
+        "Tokens that the prefix cache had lost and the swap space had kept: among the hits",
+    ),
+)
+
 _FORMATS = (
     _gauge(
         "tightkv:kv_cache_allocated_bytes",
@@ -227,6 +259,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
     "Traffic": _TRAFFIC,
     "Latency": _LATENCY,
     "KV cache": _CACHE,
+    "Swap space": _SWAP,
     "Formats, scales and clipping": _FORMATS,
     "Quality": _QUALITY,
 }

@@ -51,10 +51,28 @@ def read(
     yield Reading("tightkv:memory_bytes", snapshot.peak_bytes, ("activations",))
     yield Reading("tightkv:memory_bytes", _pool_bytes(snapshot), ("kv_cache",))
     yield Reading("tightkv:kv_cache_bytes_per_token", snapshot.bytes_per_token)
+    yield from _swap_space(snapshot)
     yield from _bytes_by_format(snapshot)
     yield from _effective_bits(snapshot)
     yield from _clip_ratios(snapshot)
     yield from _scale_sources(snapshot)
+
+
+def _swap_space(snapshot: EngineSnapshot) -> Iterator[Reading]:
+    swap, stats = snapshot.swap, snapshot.stats
+    num_free = swap.num_slots - swap.num_used_slots - swap.num_kept_slots
+    yield Reading("vllm:num_requests_swapped", swap.num_sequences)
+    yield Reading("vllm:cpu_cache_usage_perc", swap.num_used_slots / max(1, swap.num_slots))
+    holds = {"sequences": swap.num_used_slots, "prefixes": swap.num_kept_slots, "nothing": num_free}
+    for what, count in holds.items():
+        yield Reading("tightkv:swap_space_bytes", count * swap.slot_bytes, (what,))
+    yield Reading("tightkv:swaps", stats.num_swaps)
+    yield Reading("tightkv:swap_fallbacks", stats.num_swap_fallbacks)
+    copies = {"out": stats.num_swapped_out_blocks, "in": stats.num_swapped_in_blocks}
+    for way, count in copies.items():
+        yield Reading(f"tightkv:swap_{way}_blocks", count)
+        yield Reading(f"tightkv:swap_{way}_bytes", count * swap.slot_bytes)
+    yield Reading("tightkv:swap_fetched_tokens", stats.num_fetched_tokens)
 
 
 def _tensors(snapshot: EngineSnapshot) -> Iterator[tuple[LayerSnapshot, str, TensorSnapshot]]:

@@ -13,6 +13,7 @@ __all__ = [
     "LayerSnapshot",
     "PoolSnapshot",
     "RequestSnapshot",
+    "SwapSnapshot",
     "TensorSnapshot",
 ]
 
@@ -95,6 +96,25 @@ class RequestSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwapSnapshot:
+    """The swap space; all 0 without one.
+
+    Attributes:
+        num_slots: blocks that it can hold.
+        slot_bytes: bytes of each.
+        num_used_slots: those that preempted sequences hold.
+        num_kept_slots: those that hold what the prefix cache gave up.
+        num_sequences: preempted sequences whose blocks it holds.
+    """
+
+    num_slots: int = 0
+    slot_bytes: int = 0
+    num_used_slots: int = 0
+    num_kept_slots: int = 0
+    num_sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
     """All of it.
 
@@ -129,3 +149,4 @@ class EngineSnapshot:
     groups: tuple[GroupSnapshot, ...]
     pool: PoolSnapshot
     requests: tuple[RequestSnapshot, ...] = field(default=())
+    swap: SwapSnapshot = field(default=SwapSnapshot())
