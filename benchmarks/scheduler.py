@@ -2,8 +2,8 @@
 
     python -m benchmarks.scheduler [--steps 2000] [--only overhead,loss]
 
-overhead: scheduler and cache manager with 256 sequences that run, with 1 and with 5 layer groups and
-room for all, and in a pool that is always full. Timed is all that a step of the engine asks of
+overhead: scheduler and cache manager with 256 sequences that run, with 1 and with 5 layer groups
+and room for all, and in a pool that is always full. Timed is all that a step of the engine asks of
 the two: schedule, offer the new blocks, let go of the finished.
 
 loss: requests that are all there at the start go through pools of several sizes. Their lengths are
