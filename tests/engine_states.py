@@ -124,7 +124,9 @@ def snapshot(
         peak_bytes=101_187_584,
         total_bytes=max(2 * 2**30, num_bytes + num_bytes // 4),
         bytes_per_token=len(groups) * blocks_of.block_bytes / BLOCK_SIZE,
-        blocks_for=lambda num_tokens: len(groups) * -(-num_tokens // BLOCK_SIZE),
+        requests_that_fit=lambda num_tokens: (
+            (blocks.count(".") + blocks.count("c")) / len(groups) / -(-num_tokens // BLOCK_SIZE)
+        ),
         layers=layers(),
         groups=groups,
         pool=blocks_of,

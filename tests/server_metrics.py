@@ -58,7 +58,7 @@ SNAPSHOT = EngineSnapshot(
     peak_bytes=200,
     total_bytes=None,
     bytes_per_token=325.0,
-    blocks_for=lambda num_tokens: -(-num_tokens // 16) + min(-(-num_tokens // 16), 33),
+    requests_that_fit=lambda num_tokens: 5 / (2 * -(-num_tokens // 16)),
     layers=(
         LayerSnapshot(layer_idx=0, group=0, k=_K, v=_V),
         LayerSnapshot(layer_idx=1, group=0, k=replace(_K, clip_rate=0.25), v=_V),

@@ -93,7 +93,7 @@ class Swapping(Recomputation):
         num_tokens = sequence.num_computed_tokens
         if num_tokens == 0:
             return False
-        count = self._manager.blocks_for(num_tokens)
+        count = self._manager.blocks_seen(num_tokens)
         space = self._swapping.swap_space
         swaps = self._mode != "recompute" and space.prefers_swap(count, count, num_tokens)
         if _logger.isEnabledFor(logging.DEBUG):

@@ -205,15 +205,21 @@ class Scheduler:
         return admitted
 
     def _may_start(self, budget: _PromptBudget) -> bool:
-        return len(self.running) < self._config.max_num_seqs and not budget.is_busy
+        has_budget = budget.num_tokens > 0 and not budget.is_busy
+        return len(self.running) < self._config.max_num_seqs and has_budget
 
     def _start(self, sequence: Sequence, budget: _PromptBudget) -> ScheduledChunk | None:
         """Begin a waiting sequence, if all of its tokens have room now, and the others' next."""
         if self._preemption.is_swapped(sequence):
             return self._resume(sequence, budget)
         limit = 0 if sequence.needs_prompt_logprobs else sequence.num_tokens - 1
+        num_reserved = self._num_reserved_blocks()
         num_cached = self._manager.get_computed_blocks(
-            sequence.seq_id, sequence.hasher, sequence.token_ids, limit
+            sequence.seq_id,
+            sequence.hasher,
+            sequence.token_ids,
+            limit,
+            num_reserved=num_reserved,
         )
         sequence.num_computed_tokens = num_cached
         num_tokens = self._chunk_size(sequence, budget)
@@ -222,7 +228,7 @@ class Scheduler:
             sequence.seq_id,
             sequence.num_tokens,
             num_cached,
-            num_reserved=self._num_reserved_blocks(),
+            num_reserved=num_reserved,
         ):
             self._manager.free(sequence.seq_id)
             sequence.num_computed_tokens = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from tightkv.engine.llm_engine import LLMEngine
 from tightkv.engine.request import Request
@@ -40,7 +41,9 @@ def take_snapshot(engine: LLMEngine) -> EngineSnapshot:
         peak_bytes=engine.pool_request.peak_bytes,
         total_bytes=engine.pool_request.total_bytes,
         bytes_per_token=plan.bytes_per_token,
-        blocks_for=manager.blocks_for,
+        requests_that_fit=partial(
+            plan.footprint.sequences, manager.num_free_blocks * plan.bytes_per_block
+        ),
         layers=tuple(sorted(_layers(engine, rates), key=lambda layer: layer.layer_idx)),
         groups=tuple(
             GroupSnapshot(sliding_window=group.sliding_window, num_used_blocks=num_used)

@@ -98,9 +98,10 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Arms:
-    """One baseline and what is compared with it; all pools have the same number of blocks.
+    """One baseline and what is compared with it; all pools hold as many tokens in all layers.
 
-    So all arms schedule alike: the same requests are in the same steps, unless answers differ.
+    So all arms schedule alike: the same requests are in the same steps, unless answers differ or
+    a pool is full and windows share it in other pages.
     """
 
     base: Arm

@@ -111,7 +111,13 @@ class KVCacheManager:
         return BlockHasher(self.block_size, self._seed, salt)
 
     def get_computed_blocks(
-        self, seq_id: str, hasher: BlockHasher, token_ids: Sequence[int], max_tokens: int
+        self,
+        seq_id: str,
+        hasher: BlockHasher,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        num_reserved: int = 0,
     ) -> int:
         """Start a sequence with the blocks that hold its beginning already.
 
@@ -120,6 +126,7 @@ class KVCacheManager:
             hasher: the sequence's, from `new_hasher`.
             token_ids: its tokens.
             max_tokens: how many of them may be taken from the cache.
+            num_reserved: free blocks that must be left, if any are filled for it.
 
         Returns:
             Number of tokens found, a multiple of the block size.
@@ -148,8 +155,8 @@ class KVCacheManager:
         """Make room for the first `num_tokens` tokens of a sequence; False: no room, none taken.
 
         Blocks that queries from `num_computed_tokens` on do not see are given back first. A group
-        with a window never gets more at once than the largest chunk needs, so that asking for a
-        whole prompt keeps room for it chunk by chunk.
+        with a window never gets more at once than the largest chunk needs. So asking for a whole
+        prompt keeps room for it, chunk by chunk, as long as no chunk is larger than the one before.
 
         Args:
             seq_id: name of the sequence.
@@ -202,8 +209,7 @@ class KVCacheManager:
         allocation = self._allocations.get(seq_id)
         if allocation is None:
             return 0
-        tables = zip(allocation.block_tables, allocation.num_passed, strict=True)
-        return sum(len(table) - passed for table, passed in tables)
+        return sum(len(allocation.held(group)) for group in range(len(self._windows)))
 
     def num_shared_blocks_of(self, seq_id: str) -> int:
         """Blocks of a group that a sequence holds together with others, in the fullest group."""

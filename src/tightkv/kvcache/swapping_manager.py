@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tightkv.errors import SwapError
@@ -13,14 +13,6 @@ from tightkv.kvcache.swap_space import SwapSpace
 from tightkv.kvcache.window import first_block
 
 __all__ = ["SwappingKVCacheManager"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Swapped:
-    """Per layer group the slots of a sequence's blocks, from the first one that it held on."""
-
-    slot_tables: list[list[int]]
-    first: list[int]
 
 
 class SwappingKVCacheManager(KVCacheManager):
@@ -36,8 +28,10 @@ class SwappingKVCacheManager(KVCacheManager):
         """As `KVCacheManager`, with a swap space."""
         super().__init__(**arguments)
         self.swap_space = swap_space
-        self._swapped: dict[str, _Swapped] = {}
-        self._pool.on_evict = swap_space.keep
+        # Per layer group, the slots of the blocks that a sequence held.
+        self._swapped: dict[str, list[list[int]]] = {}
+        if self._enable_prefix_caching:
+            self._pool.on_evict = swap_space.keep
 
     @property
     def num_swapped(self) -> int:
@@ -58,23 +52,26 @@ class SwappingKVCacheManager(KVCacheManager):
         """Move the blocks of a sequence's computed tokens to the swap space.
 
         Returns:
-            Whether it holds slots instead of blocks now; False: nothing has changed.
+            Whether it holds slots instead of blocks now; False: it has its blocks.
         """
         allocation = self._allocations[seq_id]
         self._free_passed(allocation, num_computed_tokens)
         hashes = hasher.full_blocks(token_ids, num_computed_tokens)
         end = -(-num_computed_tokens // self.block_size)
-        slot_tables: list[list[int]] = []
+        blocks: list[int] = []
+        names: list[bytes | None] = []
         for group, first in enumerate(allocation.num_passed):
-            blocks = allocation.block_tables[group][first:end]
-            slots = self.swap_space.store(blocks, self._names(group, blocks, hashes[first:]))
-            if slots is None:
-                self._release(slot_tables)
-                return False
-            slot_tables.append(slots)
-        swapped = _Swapped(slot_tables, list(allocation.num_passed))
-        self.free(seq_id)
-        self._swapped[seq_id] = swapped
+            of_group = allocation.block_tables[group][first:end]
+            blocks += of_group
+            names += self._names(group, of_group, hashes[first:])
+        slots = self.swap_space.store(blocks, names)
+        if slots is None:
+            return False
+        rest = iter(slots)
+        self._swapped[seq_id] = [
+            list(itertools.islice(rest, end - first)) for first in allocation.num_passed
+        ]
+        super().free(seq_id)
         return True
 
     def swap_in(
@@ -106,29 +103,34 @@ class SwappingKVCacheManager(KVCacheManager):
             return False
         hashes = hasher.full_blocks(token_ids, num_computed_tokens)
         try:
-            for group, first in enumerate(swapped.first):
+            for group, first in enumerate(self._allocations[seq_id].num_passed):
                 begin = max(first, found // self.block_size)
-                slots = swapped.slot_tables[group][begin - first :]
+                slots = swapped[group][begin - first :]
                 self._load(seq_id, group, begin, slots, hashes)
         except SwapError:
             self.free(seq_id)
             raise
         finally:
-            self._release(swapped.slot_tables)
+            self._release(swapped)
         self._allocations[seq_id].num_remembered = len(hashes)
         return True
 
     def get_computed_blocks(
-        self, seq_id: str, hasher: BlockHasher, token_ids: Sequence[int], max_tokens: int
+        self,
+        seq_id: str,
+        hasher: BlockHasher,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        num_reserved: int = 0,
     ) -> int:
         """As without a swap space; then copy back what that has next, if all tokens have room."""
         found = super().get_computed_blocks(seq_id, hasher, token_ids, max_tokens)
         hashes = hasher.full_blocks(token_ids, max_tokens)
         length = self._longest_hit(hashes, self._is_kept)
         num_tokens = length * self.block_size
-        if num_tokens <= found or not self._fetch(
-            seq_id, hasher, hashes[:length], found, len(token_ids)
-        ):
+        needed = self.blocks_for(len(token_ids)) + num_reserved
+        if num_tokens <= found or not self._fetch(seq_id, hasher, hashes[:length], found, needed):
             return found
         self.swap_space.count_fetched(num_tokens - found)
         return num_tokens
@@ -138,7 +140,7 @@ class SwappingKVCacheManager(KVCacheManager):
         super().free(seq_id)
         swapped = self._swapped.pop(seq_id, None)
         if swapped is not None:
-            self._release(swapped.slot_tables)
+            self._release(swapped)
 
     def reset_prefix_cache(self) -> None:
         """Forget what blocks and slots hold now; sequences keep theirs."""
@@ -150,7 +152,7 @@ class SwappingKVCacheManager(KVCacheManager):
         super().check_integrity()
         assert not self._swapped.keys() & self._allocations.keys(), "blocks and slots at once"
         self.swap_space.check_integrity(
-            [slots for swapped in self._swapped.values() for slots in swapped.slot_tables]
+            [slots for swapped in self._swapped.values() for slots in swapped]
         )
 
     def _is_kept(self, group: int, block_hash: bytes) -> bool:
@@ -164,7 +166,7 @@ class SwappingKVCacheManager(KVCacheManager):
         hasher: BlockHasher,
         hashes: Sequence[bytes],
         num_found: int,
-        num_tokens: int,
+        num_needed: int,
     ) -> bool:
         """Let a sequence start with these blocks, some of which the swap space has.
 
@@ -173,7 +175,7 @@ class SwappingKVCacheManager(KVCacheManager):
             hasher: the sequence's.
             hashes: of its first blocks.
             num_found: tokens that it need not get.
-            num_tokens: all of its tokens, for which there must be room.
+            num_needed: blocks that there must be, its own included.
 
         Returns:
             Whether it holds them; False: it holds what it held.
@@ -188,7 +190,7 @@ class SwappingKVCacheManager(KVCacheManager):
         kept = {name: self.swap_space.find(name) for name in blocks if blocks[name] is None}
         slots = [slot for slot in kept.values() if slot is not None]
         num_free = self.num_free_blocks - sum(self._pool.ref_count(block) == 0 for block in held)
-        has_room = self.blocks_for(num_tokens) - len(held) <= num_free
+        has_room = num_needed - len(held) <= num_free
         if not has_room or not self.swap_space.prefers_swap(0, len(slots), length - num_found):
             return False
         self._pool.touch(held)
@@ -205,8 +207,7 @@ class SwappingKVCacheManager(KVCacheManager):
             self.swap_space.release(slots)
         for name, fresh in zip(kept, new, strict=True):
             blocks[name] = fresh
-            if self.swap_space.find(name) is not None:
-                self._pool.remember(fresh, name)
+            self._pool.remember(fresh, name)
         self.free(seq_id)
         tables = [
             [PASSED] * first + [block for name in each if (block := blocks[name]) is not None]

@@ -194,7 +194,7 @@ _SWAP = (
     _engine_counter("tightkv:swap_in_bytes", "Bytes of the blocks copied back"),
     _engine_counter(
         "tightkv:swap_fetched_tokens",
-        "Tokens that the prefix cache had lost and the swap space had kept: among the hits",
+        "Tokens that the prefix cache had lost and the swap space had kept",
     ),
 )
 

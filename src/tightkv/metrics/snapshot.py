@@ -130,7 +130,7 @@ class EngineSnapshot:
         peak_bytes: bytes planned for a step's intermediate results.
         total_bytes: memory that was available before the weights were loaded.
         bytes_per_token: KV bytes of one token in all layers.
-        blocks_for: how many blocks a sequence of so many tokens holds at most.
+        requests_that_fit: how many more requests of so many tokens have room.
     """
 
     stats: EngineStats
@@ -144,7 +144,7 @@ class EngineSnapshot:
     peak_bytes: int
     total_bytes: int | None
     bytes_per_token: float
-    blocks_for: Callable[[int], int]
+    requests_that_fit: Callable[[int], float]
     layers: tuple[LayerSnapshot, ...]
     groups: tuple[GroupSnapshot, ...]
     pool: PoolSnapshot

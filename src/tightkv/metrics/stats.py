@@ -21,7 +21,7 @@ class EngineStats:
         num_swapped_out_blocks: blocks copied to the swap space, those of the prefix cache too; a
             block of each layer group counts.
         num_swapped_in_blocks: blocks copied back.
-        num_fetched_tokens: tokens of started sequences whose K and V the prefix cache had lost but
+        num_fetched_tokens: tokens of sequences whose K and V the prefix cache had lost but
             the swap space had kept.
         clip_rates: by layer, shares of the values of K and of V that were clipped when written, as
             last looked at (every some steps, and when the engine runs idle).

@@ -254,7 +254,13 @@ def _arm_configs(config: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
     chunk = min(_CHUNK, scheduler.max_num_batched_tokens)
     small = replace(config, scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=chunk))
     full = CacheConfig(block_size=config.cache.block_size, enable_prefix_caching=False)
-    served = replace(config.cache, enable_prefix_caching=False, swap_space=0.0, swap_dir=None)
+    served = replace(
+        config.cache,
+        enable_prefix_caching=False,
+        swap_space=0.0,
+        swap_dir=None,
+        debug_integrity=False,  # of the engine that serves
+    )
     return replace(small, cache=full), replace(small, cache=served)
 
 
