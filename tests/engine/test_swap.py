@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -174,6 +175,30 @@ def test_evicted_prefixes_are_found_again(folder: Path) -> None:
     assert space_of(llm).num_kept_slots > 0
     llm.engine.manager.reset_prefix_cache()
     assert llm.generate(prompts(4, 60), GREEDY)[0].num_cached_tokens == 0
+
+
+def test_a_fetch_leaves_the_reserve(folder: Path) -> None:
+    """Or blocks would be filled for a sequence that may not start."""
+    llm = swapping(folder, pool_tokens=128, max_num_seqs=1)
+    llm.generate(prompts(4, 60), GREEDY)
+    manager, stats, prompt = llm.engine.manager, llm.engine.stats, prompts(4, 60)[0]
+    hasher, before = manager.new_hasher("again"), stats.num_fetched_tokens
+    for num_reserved, found in ((manager.num_blocks, 0), (0, 48)):
+        assert found == manager.get_computed_blocks(
+            "again/0", hasher, prompt, len(prompt) - 1, num_reserved=num_reserved
+        )
+        assert stats.num_fetched_tokens == before + found
+        manager.free("again/0")
+
+
+def test_the_decision_counts_what_is_moved(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    llm = swapping(folder, pool_tokens=TIGHT, enable_prefix_caching=False)
+    with caplog.at_level(logging.DEBUG, logger="tightkv"):
+        token_ids(llm, prompts())
+    counted = [re.search(r"([\d,]+) bytes out", record.getMessage()) for record in caplog.records]
+    num_bytes = sum(int(found[1].replace(",", "")) for found in counted if found)
+    moved = llm.engine.stats.num_swapped_out_blocks
+    assert num_bytes == moved * space_of(llm).slot_bytes > 0
 
 
 def test_auto_does_what_costs_less(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tightkv import LLM, SamplingParams
+from tightkv.engine.snapshot import take_snapshot
 from tightkv.errors import InsufficientMemoryError
 from tiny_engine import (
     GREEDY,
@@ -91,6 +92,14 @@ def test_groups_of_equal_size_share_the_pool(gemma: Path) -> None:
     assert max(most[:-1]) <= WINDOW_BLOCKS
     # Of 1,024 tokens in all layers: in decode each sequence holds 17 blocks and 5 times 2.
     assert plan.max_concurrency(NUM_TOKENS) > 2 * plan.num_tokens / NUM_TOKENS
+
+
+def test_requests_that_fit_are_those_of_the_plan(gemma: Path) -> None:
+    engine = tiny_llm(gemma, max_num_batched_tokens=512).engine
+    for num_tokens in (20, 100, 400):
+        fitting = take_snapshot(engine).requests_that_fit(num_tokens)
+        assert fitting == engine.plan.max_concurrency(num_tokens)
+        assert fitting > engine.plan.num_blocks / engine.manager.blocks_for(400) > 0
 
 
 def test_a_prefix_hit_takes_only_the_window_of_window_layers(gemma: Path) -> None:

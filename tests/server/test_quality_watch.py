@@ -294,3 +294,9 @@ def test_the_log_is_that_of_the_server(llama: Path, caplog: pytest.LogCaptureFix
         "Quality watch: 1 % of the finished requests of up to 128 tokens, in idle time "
         f"({bytes_needed(config, loaded(llama)):,} bytes of KV cache besides the pool)"
     ]
+
+
+def test_only_the_engine_that_serves_is_searched_for_faults(folder: Path) -> None:
+    """A sample that fails is not counted as disorder, and disorder not as such a sample."""
+    arms = quality_watch._arm_configs(config_of(folder, debug_integrity=True))
+    assert [arm.cache.debug_integrity for arm in arms] == [False, False]
