@@ -78,6 +78,7 @@ def test_file_of_flags(served: Served, tmp_path: Path) -> None:
         ("- port", "mapping"),
         ("port: [", "no YAML file"),
         ("enable_lora: true", "--enable-lora is refused"),
+        ("swap-space: [1, 2]", "swap-space has 2 values: give one."),
     ],
 )
 def test_wrong_files(

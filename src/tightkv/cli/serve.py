@@ -74,7 +74,7 @@ def _flags_of_file(path: Path) -> list[str]:
 def _as_flag(path: Path, name: str, value: Any) -> list[str]:
     parts: tuple[type[Any], ...] = (ServerConfig, *PARTS.values())
     options = {
-        option.name.replace("_", "-")
+        option.name.replace("_", "-"): option
         for part in parts
         for option in fields(part)
         if not option.metadata.get("python_only")
@@ -90,5 +90,7 @@ def _as_flag(path: Path, name: str, value: Any) -> list[str]:
     values = value if isinstance(value, list) else [value]
     if not values:
         return []
+    if len(values) > 1 and name in options and "item" not in options[name].metadata:
+        raise ConfigError(f"{path}: {name} has {len(values)} values: give one.")
     # With an equals sign a value may begin with a dash.
     return [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *map(str, values)]

@@ -148,11 +148,14 @@ def log_plan(
         "Layer groups by attention window: %s",
         ", ".join(f"{count} × {name}" if count > 1 else name for name, count in windows.items()),
     )
+    any_window = any(group.sliding_window for group in groups)
+    if any_window:
+        _logger.info("Layers with a window hold its tokens only, so that sequences may be longer")
     _logger.info("Kernel: %s", kernel)
     _logger.info(
-        "%s KV cache size: %s tokens (%s bytes per token, %s bytes, %s blocks of %d tokens; %s)",
+        "%s KV cache size: %s (%s bytes per token, %s bytes, %s blocks of %d tokens; %s)",
         device.type.upper(),
-        f"{plan.num_tokens:,}",
+        f"{plan.num_tokens:,} tokens" + (" in all layers" if any_window else ""),
         f"{plan.bytes_per_token:,.0f}",
         f"{plan.pool_bytes:,}",
         f"{plan.num_blocks:,}",

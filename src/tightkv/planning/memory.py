@@ -123,7 +123,9 @@ def plan_memory(
         )
     max_model_len = footprint.longest(pool_bytes, wanted)
     if max_model_len < wanted:
-        reason += f"; sequences of {wanted} tokens do not fit, so max_model_len is {max_model_len}"
+        reason += (
+            f"; sequences of {wanted:,} tokens do not fit, so max_model_len is {max_model_len:,}"
+        )
     return MemoryPlan(
         num_blocks=num_blocks,
         bytes_per_block=bytes_per_block,
