@@ -177,3 +177,19 @@ def test_smollm2_in_all_formats() -> None:
         engine = engine_of(smollm2(), entry, **options)
         check(planned, index, engine)
     assert part(planned, "activations") == engine.pool_request.peak_bytes
+
+
+def test_the_recommended_number_of_requests_does_not_follow_the_one_given(folders: Path) -> None:
+    """The engine makes no more blocks than they need, and would make more for more of them."""
+    folder = str(saved(folders, "llama"))
+    numbers = set()
+    for max_num_seqs in (2, 8):
+        planned = plan(folder, kv_cache_memory_bytes=64 << 20, max_num_seqs=max_num_seqs)
+        assert planned.formats[0].pool_bytes < planned.pool.best
+        numbers |= {
+            message.values["number"]
+            for message in planned.recommendation
+            if message.key == "rec_max_num_seqs"
+        }
+    assert len(numbers) == 1
+    assert min(numbers) > 8

@@ -71,7 +71,7 @@ def _no_help(plan: CapacityPlan, wide: FormatPlan) -> Message | None:
     """Why a narrower cache would change nothing, if so."""
     settings, decode = plan.settings, wide.decode
     wanted = settings.concurrency or settings.max_num_seqs
-    use = wanted / wide.requests_at_typical_len
+    use = wanted / _room(plan, wide, wide.requests_at_typical_len)
     if not wide.fits or use > _POOL_USE:
         return None
     values = {
@@ -127,7 +127,7 @@ def _utilization(plan: CapacityPlan, memory: DeviceMemory) -> Message:
 
 
 def _max_num_seqs(plan: CapacityPlan, chosen: FormatPlan) -> Message:
-    fitting = chosen.requests_at_typical_len
+    fitting = _room(plan, chosen, chosen.requests_at_typical_len)
     number = max(int(_POOL_USE * fitting), 1)
     use = number / fitting if fitting else 1.0
     values = {
@@ -140,10 +140,21 @@ def _max_num_seqs(plan: CapacityPlan, chosen: FormatPlan) -> Message:
         return Message("rec_one_request", values)
     rest = {
         "typical_more": int((1 - use) * fitting),
-        "long_more": (1 - use) * chosen.requests_at_max_len,
+        "long_more": (1 - use) * _room(plan, chosen, chosen.requests_at_max_len),
         "length": plan.settings.max_model_len,
     }
     return Message("rec_max_num_seqs", {**values, **rest})
+
+
+def _room(plan: CapacityPlan, of: FormatPlan, requests: float) -> float:
+    """Requests that the whole room for the pool takes, of those that fit into the blocks.
+
+    TightKV makes no more blocks than `max_num_seqs` requests can need: with more of these there
+    would be more blocks, too.
+    """
+    most = plan.settings.max_num_seqs * of.request_bytes
+    is_cut = plan.settings.engine == "tightkv" and most <= of.pool_bytes < plan.pool.best
+    return requests * plan.pool.best / of.pool_bytes if is_cut else requests
 
 
 def _mix(plan: CapacityPlan, memory: DeviceMemory, wide: FormatPlan, narrow: FormatPlan) -> Message:

@@ -113,6 +113,7 @@ def _formats(plan: CapacityPlan, texts: Texts) -> Section:
         "format",
         "bits",
         "per_token",
+        *(("blocks",) if settings.engine == "tightkv" else ()),
         "tokens",
         "at_max",
         "at_typical",
@@ -121,11 +122,13 @@ def _formats(plan: CapacityPlan, texts: Texts) -> Section:
     has_decode = any(formats.decode for formats in plan.formats)
     columns += ("decode",) if has_decode else ()
     headings = tuple(texts(f"col_{name}", **lengths) for name in (*columns, "fits"))
-    rows = tuple(_format_row(formats, texts, has_decode) for formats in plan.formats)
+    rows = tuple(_format_row(formats, plan, texts, has_decode) for formats in plan.formats)
     return Section(texts("formats"), _format_lines(plan, texts), headings, rows)
 
 
-def _format_row(formats: FormatPlan, texts: Texts, has_decode: bool) -> tuple[str, ...]:
+def _format_row(
+    formats: FormatPlan, plan: CapacityPlan, texts: Texts, has_decode: bool
+) -> tuple[str, ...]:
     tokens = f"{formats.num_tokens.best:,}"
     if not formats.num_tokens.is_exact:
         tokens += f" ({formats.num_tokens.low:,}…{formats.num_tokens.high:,})"
@@ -133,6 +136,8 @@ def _format_row(formats: FormatPlan, texts: Texts, has_decode: bool) -> tuple[st
         formats.name,
         f"{formats.effective_bits:.5g}",
         f"{formats.bytes_per_token:,.0f}",
+        # Of another engine they fill the pool.
+        *((format_bytes(formats.pool_bytes),) if plan.settings.engine == "tightkv" else ()),
         tokens,
         f"{formats.requests_at_max_len:,.2f}",
         f"{formats.requests_at_typical_len:,.1f}",
