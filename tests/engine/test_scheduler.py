@@ -34,7 +34,7 @@ def running_after_each_step(llm: LLM, together: list[list[int]], num_steps: int)
 def test_a_step_with_work_enough_begins_no_other_prompt(folder: Path) -> None:
     """The first prompt would wait for the second, which is not done sooner by that."""
     llm = tiny_llm(folder, max_num_batched_tokens=512)
-    assert running_after_each_step(llm, prompts(3, 100), 4) == [1, 2, 3, 3]
+    assert running_after_each_step(llm, prompts(3, 200), 4) == [1, 2, 3, 3]
 
 
 def test_short_prompts_share_a_step(folder: Path) -> None:

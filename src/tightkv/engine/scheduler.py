@@ -25,9 +25,10 @@ MAX_PROMPT_LOGPROBS_ROWS = 128
 """Rows of logits that one step makes for prompt log-probabilities, besides the sampled ones."""
 
 
-_ENOUGH_PROMPT_TOKENS = 64
-"""Prompt tokens with which a step keeps a processor busy (SmolLM2-135M, two cores: 1.18 ms a token
-with 64 of them, 1.26 with 256). Another prompt would not be done sooner, only make these wait."""
+_ENOUGH_PROMPT_TOKENS = 192
+"""Prompt tokens with which a step is long enough. A processor is busy with 64 (SmolLM2-135M, two
+cores: 1.18 ms a token with 64, 1.12 with 192), and another prompt makes these wait; but each step
+also computes a token of all that decode, which the last of a crowd waits for."""
 
 
 _RESERVED_TOKENS = 64
