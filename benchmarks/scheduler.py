@@ -101,7 +101,6 @@ class Simulation:
             if self._shares:
                 self.manager.remember_blocks(
                     sequence.seq_id,
-                    sequence.hasher,
                     sequence.token_ids,
                     sequence.num_computed_tokens,
                 )

@@ -108,7 +108,7 @@ class Modelless:
             self._compute(chunk)
         for sequence in (chunk.sequence for chunk in chunks):
             self.manager.remember_blocks(
-                sequence.seq_id, sequence.hasher, sequence.token_ids, sequence.num_computed_tokens
+                sequence.seq_id, sequence.token_ids, sequence.num_computed_tokens
             )
             if sequence.is_finished:
                 self.scheduler.release(sequence)

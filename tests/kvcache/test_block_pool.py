@@ -227,9 +227,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return True
 
     def remember(self, sequence: Running) -> None:
-        self.manager.remember_blocks(
-            sequence.name, sequence.hasher, sequence.tokens, sequence.num_computed
-        )
+        self.manager.remember_blocks(sequence.name, sequence.tokens, sequence.num_computed)
 
     @precondition(lambda self: self.running)
     @rule(

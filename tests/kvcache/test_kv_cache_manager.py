@@ -30,7 +30,7 @@ def run(
     hasher = manager.new_hasher(request_id)
     found = manager.get_computed_blocks(seq_id, hasher, tokens, len(tokens) - 1)
     assert manager.allocate_slots(seq_id, len(tokens))
-    manager.remember_blocks(seq_id, hasher, tokens, len(tokens))
+    manager.remember_blocks(seq_id, tokens, len(tokens))
     manager.check_integrity()
     return found, hasher
 
@@ -108,18 +108,18 @@ def test_only_computed_blocks_are_offered() -> None:
     manager.get_computed_blocks("a", hasher, PROMPT, 19)
     assert manager.allocate_slots("a", 20)
     assert hits(manager, PROMPT) == 0
-    manager.remember_blocks("a", hasher, PROMPT, 11)
+    manager.remember_blocks("a", PROMPT, 11)
     assert hits(manager, PROMPT) == 8
-    manager.remember_blocks("a", hasher, PROMPT, 20)
+    manager.remember_blocks("a", PROMPT, 20)
     assert hits(manager, PROMPT) == 20
 
 
 def test_answers_are_shared_too() -> None:
     manager = make_manager()
-    _, hasher = run(manager, "a", PROMPT[:6])
+    run(manager, "a", PROMPT[:6])
     tokens = [*PROMPT[:6], 1, 2, 3]
     assert manager.allocate_slots("a", 9)
-    manager.remember_blocks("a", hasher, tokens, 9)
+    manager.remember_blocks("a", tokens, 9)
     assert hits(manager, tokens) == 8
 
 
@@ -285,7 +285,7 @@ def filled(windows: tuple[int | None, ...], num_blocks: int) -> KVCacheManager:
     manager.get_computed_blocks("a", hasher, LONG, 39)
     for computed in range(0, 40, 4):
         assert manager.allocate_slots("a", computed + 4, computed)
-        manager.remember_blocks("a", hasher, LONG, computed + 4)
+        manager.remember_blocks("a", LONG, computed + 4)
     manager.free("a")
     return manager
 

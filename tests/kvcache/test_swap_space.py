@@ -361,7 +361,7 @@ class SwappingMachine(RuleBasedStateMachine):
                 for place in self.bytes_of(sequence, position):
                     place.copy_(self.expected(sequence, position))
             sequence.num_computed = end
-            self.manager.remember_blocks(sequence.name, sequence.hasher, sequence.tokens, end)
+            self.manager.remember_blocks(sequence.name, sequence.tokens, end)
 
     @precondition(lambda self: any(not each.is_swapped for each in self.sequences))
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
@@ -381,7 +381,7 @@ class SwappingMachine(RuleBasedStateMachine):
         running = [each for each in self.sequences if not each.is_swapped]
         sequence = data.draw(st.sampled_from(running))
         sequence.is_swapped = self.manager.swap_out(
-            sequence.name, sequence.hasher, sequence.tokens, sequence.num_computed
+            sequence.name, sequence.tokens, sequence.num_computed
         )
         sequence.tokens = [*sequence.tokens, sampled]
         if not sequence.is_swapped:

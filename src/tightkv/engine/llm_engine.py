@@ -276,7 +276,6 @@ class LLMEngine:
             if is_shared and sequence.finish_reason != "error":
                 self.manager.remember_blocks(
                     sequence.seq_id,
-                    sequence.hasher,
                     sequence.token_ids,
                     sequence.num_computed_tokens,
                 )
@@ -300,8 +299,10 @@ class LLMEngine:
 
     def _note_speed(self, chunks: Seq[ScheduledChunk], seconds: float) -> None:
         """Tell the swap space how fast prompts are: of steps in which most tokens are theirs."""
+        if self.swap_space is None:
+            return
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        if self.swap_space is not None and num_tokens > 2 * len(chunks):
+        if num_tokens > 2 * len(chunks):
             self.swap_space.costs.prefill.note(num_tokens, seconds)
 
     def _check_prompt(self, token_ids: Seq[int], params: SamplingParams) -> None:

@@ -64,7 +64,7 @@ class Swapping(Recomputation):
         if not self._prefers_swap(sequence):
             super().take_blocks(sequence)
         elif self._swapping.swap_out(
-            sequence.seq_id, sequence.hasher, sequence.token_ids, sequence.num_computed_tokens
+            sequence.seq_id, sequence.token_ids, sequence.num_computed_tokens
         ):
             self._stats.num_swaps += 1
         else:

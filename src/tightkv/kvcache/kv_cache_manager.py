@@ -182,15 +182,11 @@ class KVCacheManager:
         return True
 
     def remember_blocks(
-        self,
-        seq_id: str,
-        hasher: BlockHasher,
-        token_ids: Sequence[int],
-        num_computed_tokens: int,
+        self, seq_id: str, token_ids: Sequence[int], num_computed_tokens: int
     ) -> None:
         """Offer the sequence's full, checked blocks to others."""
         allocation = self._allocations[seq_id]
-        hashes = hasher.full_blocks(token_ids, num_computed_tokens)
+        hashes = allocation.hasher.full_blocks(token_ids, num_computed_tokens)
         for group, table in enumerate(allocation.block_tables):
             begin = max(allocation.num_remembered, allocation.num_passed[group])
             for index in range(begin, len(hashes)):

@@ -42,13 +42,7 @@ class SwappingKVCacheManager(KVCacheManager):
         """Whether the swap space holds the sequence's blocks."""
         return seq_id in self._swapped
 
-    def swap_out(
-        self,
-        seq_id: str,
-        hasher: BlockHasher,
-        token_ids: Sequence[int],
-        num_computed_tokens: int,
-    ) -> bool:
+    def swap_out(self, seq_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> bool:
         """Move the blocks of a sequence's computed tokens to the swap space.
 
         Returns:
@@ -56,7 +50,7 @@ class SwappingKVCacheManager(KVCacheManager):
         """
         allocation = self._allocations[seq_id]
         self._free_passed(allocation, num_computed_tokens)
-        hashes = hasher.full_blocks(token_ids, num_computed_tokens)
+        hashes = allocation.hasher.full_blocks(token_ids, num_computed_tokens)
         end = -(-num_computed_tokens // self.block_size)
         blocks: list[int] = []
         names: list[bytes | None] = []

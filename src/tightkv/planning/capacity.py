@@ -197,10 +197,7 @@ def _notes(
         for plan in formats
         if plan.padding > 0
     ]
-    most = settings.max_num_seqs
-    if settings.engine == "tightkv" and any(
-        plan.pool_bytes == most * plan.request_bytes for plan in formats
-    ):
+    if any(plan.is_cut(settings) for plan in formats):
         cut = {"number": settings.max_num_seqs, "length": settings.max_model_len}
         notes.append(Message("note_cut", cut))
     if model.num_shared_layers:

@@ -191,6 +191,11 @@ class FormatPlan:
     needed: tuple[Needed, ...]
     fits: bool
 
+    def is_cut(self, settings: PlanSettings) -> bool:
+        """Whether TightKV makes no more blocks than the longest `max_num_seqs` requests need."""
+        most = settings.max_num_seqs * self.request_bytes
+        return settings.engine == "tightkv" and self.pool_bytes == most
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPlan:

@@ -152,8 +152,7 @@ def _room(plan: CapacityPlan, of: FormatPlan, requests: float) -> float:
     TightKV makes no more blocks than `max_num_seqs` requests can need: with more of these there
     would be more blocks, too.
     """
-    most = plan.settings.max_num_seqs * of.request_bytes
-    is_cut = plan.settings.engine == "tightkv" and most <= of.pool_bytes < plan.pool.best
+    is_cut = of.is_cut(plan.settings)
     return requests * plan.pool.best / of.pool_bytes if is_cut else requests
 
 
