@@ -127,7 +127,17 @@ class SchedulerConfig:
 class DeviceConfig:
     """Where the engine runs."""
 
-    device: str = _option("auto", "device to run on", choices=("auto", "cpu"))
+    device: str = _option(
+        "auto", "device to run on; auto is the CPU", choices=("auto", "cpu", "cuda")
+    )
+    allow_untested_device: bool = _option(
+        False, "go on with a device on which TightKV was never run"
+    )
+    enforce_eager: bool = _option(
+        False,
+        "launch each kernel of a decode instead of replaying a captured CUDA graph; on a CPU, where "
+        "nothing is captured, it changes nothing",
+    )
     tensor_parallel_size: int = _option(1, "devices that share the model; only 1 is served")
 
 
@@ -279,11 +289,10 @@ REFUSED_OPTIONS: dict[str, str] = {
     "tokenizer_mode": "the tokenizer is transformers' own; leave it out.",
     "enable_expert_parallel": "one process serves on one device; leave it out.",
     "kv_transfer_config": "the KV cache stays in this process; leave it out.",
-    "enforce_eager": "nothing is captured or compiled at start; leave it out.",
-    "compilation_config": "nothing is captured or compiled at start; leave it out.",
+    "compilation_config": "nothing is compiled at start; leave it out.",
     "disable_log_requests": "prompts are logged only with --enable-log-requests; leave it out.",
     "disable_log_stats": "metrics are at /metrics, not in the log; leave it out.",
-    "max_seq_len_to_capture": "nothing is captured at start; leave it out.",
+    "max_seq_len_to_capture": "decodes of any length are captured; leave it out.",
     "num_scheduler_steps": "each step is scheduled; leave it out.",
     "use_v2_block_manager": "there is one block manager; leave it out.",
     "tool_call_parser": "the form of tool calls is read from the chat template; leave it out.",

@@ -9,8 +9,9 @@ from typing import Any
 from tightkv.calibration import calibrate_at_start
 from tightkv.config import EngineConfig
 from tightkv.engine.arm_spec import ArmSpec
+from tightkv.engine.devices import resolve_device
 from tightkv.engine.llm_engine import LLMEngine
-from tightkv.engine.resolve import quiet_log, resolve_device
+from tightkv.engine.resolve import quiet_log
 from tightkv.errors import ConfigError
 from tightkv.models import LoadedModel, load_model
 
@@ -47,7 +48,7 @@ def read_options(
 
 def load_for_arms(config: EngineConfig) -> LoadedModel:
     """The model that all engines share."""
-    return load_model(config.model, resolve_device(config.device.device))
+    return load_model(config.model, resolve_device(config.device))
 
 
 def make_engine(config: EngineConfig, spec: ArmSpec, model: LoadedModel) -> LLMEngine:

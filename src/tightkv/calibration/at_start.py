@@ -8,8 +8,9 @@ from pathlib import Path
 
 from tightkv.calibration.calibrate import get_kv_cache_scales
 from tightkv.config import CacheConfig, EngineConfig
+from tightkv.engine.devices import resolve_device
 from tightkv.engine.policy import dtypes_of
-from tightkv.engine.resolve import check_config, resolve_device
+from tightkv.engine.resolve import check_config
 from tightkv.errors import ConfigError, ScaleError
 from tightkv.files import cache_folder
 from tightkv.formats import read_scales_file
@@ -37,7 +38,7 @@ def calibrate_at_start(
     if config.cache.quantization_config_path != _AUTO:
         return config, model
     check_config(config)
-    model = model or load_model(config.model, resolve_device(config.device.device))
+    model = model or load_model(config.model, resolve_device(config.device))
     path = _path(model, config)
     if not _is_usable(path):
         _logger.info("calibrating once from text of the model's own (%s)", path)

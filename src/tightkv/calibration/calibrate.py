@@ -18,10 +18,10 @@ from tightkv.calibration.progress import Progress, no_progress
 from tightkv.calibration.search import Choice, Search
 from tightkv.calibration.self_text import write_text
 from tightkv.calibration.statistics import LayerStatistics, TensorStatistics, gather_statistics
-from tightkv.config import CacheConfig, ModelConfig
+from tightkv.config import CacheConfig, DeviceConfig, ModelConfig
+from tightkv.engine.devices import resolve_device
 from tightkv.engine.observed_model import ObservedModel
 from tightkv.engine.policy import check_skip_layers, dtypes_of, layer_ranges, skipped_layers
-from tightkv.engine.resolve import resolve_device
 from tightkv.errors import ConfigError, RequestError
 from tightkv.files import check_target
 from tightkv.formats import (
@@ -169,7 +169,7 @@ def calibrate(
     )
     how = Method(static, granularity, method, margin)
     _check_cache(cache)
-    loaded = _load(model, resolve_device("auto"))
+    loaded = _load(model, resolve_device(DeviceConfig()))
     geometry = prepare_model(loaded.model)
     skipped = skipped_layers(cache, geometry)  # refused before any work
     text = (
@@ -198,7 +198,7 @@ def _measure_and_choose(
     progress: Progress,
 ) -> tuple[dict[int, LayerStatistics], dict[tuple[int, str], Choice]]:
     """Statistics on the first places, choices on the second ones."""
-    device = resolve_device("auto")
+    device = model.model.device
     backend = select_backend(device)
     longest = max(len(place.token_ids) for some in places for place in some)
     observed = ObservedModel(model, geometry, backend, device, longest)

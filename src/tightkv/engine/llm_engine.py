@@ -8,13 +8,19 @@ import random
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
+
 from tightkv.config import CacheConfig, EngineConfig
+from tightkv.engine.accelerator import Accelerator
 from tightkv.engine.batch import build_forward_batch
 from tightkv.engine.channel_probe import probe_factors
 from tightkv.engine.clip_watch import ClipWatch
 from tightkv.engine.detokenizer import IncrementalDetokenizer
+from tightkv.engine.device_runtime import make_runtime
+from tightkv.engine.devices import log_device, resolve_device
 from tightkv.engine.grammar import GrammarCompiler
 from tightkv.engine.model_runner import ModelRunner
 from tightkv.engine.output_processor import LogitsObserver, OutputProcessor
@@ -29,16 +35,10 @@ from tightkv.engine.policy import (
 )
 from tightkv.engine.preemption import Preemption, Recomputation, Swapping
 from tightkv.engine.request import Request
-from tightkv.engine.resolve import (
-    check_config,
-    log_plan,
-    resolve_config,
-    resolve_device,
-    resolve_specs,
-)
+from tightkv.engine.resolve import check_config, log_plan, resolve_config, resolve_specs
 from tightkv.engine.sampler import SamplingState
 from tightkv.engine.sampling_params import SamplingParams
-from tightkv.engine.scheduler import MAX_PROMPT_LOGPROBS_ROWS, ScheduledChunk, Scheduler
+from tightkv.engine.scheduler import ScheduledChunk, Scheduler
 from tightkv.engine.sequence import Sequence
 from tightkv.errors import EngineError, IntegrityError, PromptTooLongError, RequestError
 from tightkv.formats import KVCachePolicy
@@ -63,10 +63,9 @@ from tightkv.models import (
     geometry_without_weights,
     load_model,
     one_line,
-    peak_activation_bytes,
     prepare_model,
 )
-from tightkv.planning import PoolRequest, available_memory, plan_memory
+from tightkv.planning import available_memory, plan_memory
 
 __all__ = ["LLMEngine"]
 
@@ -92,6 +91,7 @@ class LLMEngine:
         model: LoadedModel | None = None,
         backend: Backend | None = None,
         reserved_bytes: int = 0,
+        accelerator: Accelerator | None = None,
     ) -> None:
         """Load the model (unless one is given), size the pool, allocate the cache.
 
@@ -100,6 +100,7 @@ class LLMEngine:
             model: loaded already; other engines may share it.
             backend: the kernels; default: those of the device.
             reserved_bytes: memory that the plan leaves to others of this process.
+            accelerator: the device, in place of the configuration's.
 
         Raises:
             ConfigError: for settings that contradict each other or the model.
@@ -107,28 +108,35 @@ class LLMEngine:
             InsufficientMemoryError: if the cache does not fit.
         """
         check_config(config)
-        self.device = resolve_device(config.device.device)
-        self._backend = backend or select_backend(self.device)
+        device = accelerator.device if accelerator else resolve_device(config.device)
+        self.device = device
+        self._backend = backend or select_backend(device)
         # Before the memory is looked at: on a tmpfs or pinned, swap space takes of it.
-        swap_memory = self._open_swap_memory(config.cache)
-        total_bytes = available_memory()
-        if total_bytes is not None:
-            # A given model is in memory already, and planned for below.
-            total_bytes += (model.weight_bytes if model else 0) - reserved_bytes
+        swap_memory = self._open_swap_memory(config.cache, device)
+        runtime = make_runtime(config, device, accelerator, model, reserved_bytes)
         sources = PolicySources.read(config.cache)
-        self.model = model or load_model(
-            config.model, self.device, lambda known: _check_policy(config.cache, sources, known)
-        )
-        geometry = prepare_model(self.model.model)
-        self.policy = self._decide_policy(config, geometry, sources)
-        groups = group_layers(
-            resolve_specs(self.policy, geometry, config.cache.block_size, self.model.dtype)
-        )
-        self.pool_request = self._pool_request(config, total_bytes)
+        with runtime.watch("the weights were loaded"):
+            self.model = model or load_model(
+                config.model, device, lambda known: _check_policy(config.cache, sources, known)
+            )
+            geometry = prepare_model(self.model.model)
+        with runtime.watch("the largest step was tried"):
+            self.policy = self._decide_policy(config, geometry, sources)
+            groups = group_layers(
+                resolve_specs(self.policy, geometry, config.cache.block_size, self.model.dtype)
+            )
+            allocate = partial(self._allocate, groups, geometry, device)
+            self.pool_request = runtime.pool_request(config, self.model, allocate)
         self.plan = plan_memory(groups, config.cache, self.pool_request)
         self.config = resolve_config(config, self.plan, self.policy, dtype_name(self.model.dtype))
-        self.storage = self._allocate(groups, geometry)
-        log_plan(self.device, self.plan, groups, f"{self._backend.name} ({self._backend.reason})")
+        log_device(config.device, device)
+        log_plan(device, self.plan, groups, f"{self._backend.name} ({self._backend.reason})")
+        with runtime.watch("the KV cache was allocated"):
+            self.storage = allocate(self.plan.num_blocks)
+        self._runner = ModelRunner(self.model, self.storage)
+        with runtime.watch("decodes were captured"):
+            runtime.get_ready(self._runner, self.plan)
+        self._placement = runtime.placement
         self.stats = EngineStats()
         self.swap_space = self._make_swap_space(swap_memory)
         self.manager, preemption = self._make_manager(groups)
@@ -136,8 +144,9 @@ class LLMEngine:
             self.manager.poison_with(self.storage.poison)
         self.scheduler = Scheduler(self.config.scheduler, self.manager, self.stats, preemption)
         self._clip_watch = ClipWatch(self.storage)
-        self._runner = ModelRunner(self.model, self.storage)
-        self._processor = OutputProcessor(self.model.tokenizer, self.model.eos_token_ids)
+        self._processor = OutputProcessor(
+            self.model.tokenizer, self.model.eos_token_ids, runtime.reader
+        )
         self.grammars = GrammarCompiler(
             self.model.tokenizer, self.model.vocab_size, self.model.eos_token_ids
         )
@@ -224,7 +233,8 @@ class LLMEngine:
             return []
         self._count(chunks)
         try:
-            batch = build_forward_batch(chunks, self.manager, self.device)
+            sampling = self._processor.prepare(chunks)
+            batch = build_forward_batch(chunks, self.manager, self._placement, sampling)
             begin = time.perf_counter()
             self._processor.process(batch, self._runner.execute(batch))
             self._note_speed(chunks, time.perf_counter() - begin)
@@ -374,32 +384,6 @@ class LLMEngine:
             )
         return Request(request_id, prompt, tuple(token_ids), tuple(sequences))
 
-    def _pool_request(self, config: EngineConfig, total_bytes: int | None) -> PoolRequest:
-        scheduler = config.scheduler
-        largest_step = self._largest_step(config)
-        return PoolRequest(
-            max_model_len=config.model.max_model_len,
-            max_position=self.model.max_position,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_chunk=largest_step,
-            total_bytes=total_bytes,
-            weight_bytes=self.model.weight_bytes,
-            peak_bytes=peak_activation_bytes(
-                self.model,
-                largest_step,
-                scheduler.max_num_seqs,
-                MAX_PROMPT_LOGPROBS_ROWS,
-            ),
-        )
-
-    def _largest_step(self, config: EngineConfig) -> int:
-        """Tokens of the largest step: a whole prompt may be longer than the budget."""
-        scheduler = config.scheduler
-        if scheduler.enable_chunked_prefill:
-            return scheduler.max_num_batched_tokens
-        longest = config.model.max_model_len or self.model.max_position
-        return max(scheduler.max_num_batched_tokens, longest + scheduler.max_num_seqs)
-
     def _decide_policy(
         self, config: EngineConfig, geometry: ModelGeometry, sources: PolicySources
     ) -> KVCachePolicy:
@@ -409,7 +393,8 @@ class LLMEngine:
         policy: KVCachePolicy = resolve_policy(config.cache, geometry, sources)
         if probed_layers(policy):
             longest = config.model.max_model_len or self.model.max_position
-            factors = probe_factors(self.model, geometry, self._backend, self.device, longest)
+            device = self.model.model.device
+            factors = probe_factors(self.model, geometry, self._backend, device, longest)
             policy = with_probe(policy, factors)
         log_sources(policy, sources)
         return policy
@@ -420,12 +405,12 @@ class LLMEngine:
         facts = f"{identity.architecture} {identity.weights} {self.model.dtype}"
         return hashlib.sha256(facts.encode() + self.storage.fingerprint()).digest()
 
-    def _open_swap_memory(self, cache: CacheConfig) -> SwapMemory | None:
+    def _open_swap_memory(self, cache: CacheConfig, device: torch.device) -> SwapMemory | None:
         if cache.swap_space == 0:
             return None
         whole, part = divmod(cache.swap_space, 1)
         num_bytes = int(whole) * GIB + int(part * GIB)  # in one product 1e300 GiB would overflow
-        return open_swap_memory(num_bytes, cache.swap_dir, self.device, available_memory())
+        return open_swap_memory(num_bytes, cache.swap_dir, device, available_memory())
 
     def _make_swap_space(self, memory: SwapMemory | None) -> SwapSpace | None:
         if memory is None:
@@ -451,14 +436,16 @@ class LLMEngine:
         mode = self.config.scheduler.preemption_mode
         return swapping, Swapping(mode, swapping, self.stats)
 
-    def _allocate(self, groups: tuple[LayerGroup, ...], geometry: ModelGeometry) -> KVCacheStorage:
+    def _allocate(
+        self,
+        groups: tuple[LayerGroup, ...],
+        geometry: ModelGeometry,
+        device: torch.device,
+        num_blocks: int,
+    ) -> KVCacheStorage:
+        scales = scales_of(self.policy)
         return KVCacheStorage(
-            groups,
-            self.plan.num_blocks,
-            self.device,
-            self._backend,
-            scales_of(self.policy),
-            geometry.kv_sources,
+            groups, num_blocks, device, self._backend, scales, geometry.kv_sources
         )
 
 

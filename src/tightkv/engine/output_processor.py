@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tightkv.engine.batch import ForwardBatch
+from tightkv.engine.batch import Array, ForwardBatch
 from tightkv.engine.outputs import Logprob
-from tightkv.engine.sampler import SampledToken, Sampler, UnusableLogits, prompt_logprobs
+from tightkv.engine.sampler import SampledToken, UnusableLogits
 from tightkv.engine.scheduler import ScheduledChunk
 from tightkv.engine.sequence import Sequence
+from tightkv.engine.step_results import HostReader, LogitsReader, StepResults, prompt_positions
 
 __all__ = ["LogitsObserver", "OutputProcessor"]
 
@@ -28,12 +30,22 @@ _NOT_FINITE = (
 class OutputProcessor:
     """Takes what a forward pass gave and carries each sequence one step on."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: frozenset[int],
+        reader: LogitsReader | None = None,
+    ) -> None:
+        """Bind the model's words; `reader` is that of a CPU unless another is given."""
         self.observer: LogitsObserver | None = None
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
-        self._sampler = Sampler()
+        self._reader = reader or HostReader()
         self._texts: dict[int, str] = {}
+
+    def prepare(self, chunks: Seq[ScheduledChunk]) -> tuple[Array, ...]:
+        """What is to travel with a step's batch, for `process`."""
+        return self._reader.prepare(chunks)
 
     def process(self, batch: ForwardBatch, logits: torch.Tensor) -> None:
         """Note prompt log-probabilities, sample, append, and finish what is at its end.
@@ -42,31 +54,32 @@ class OutputProcessor:
             batch: the step; `num_computed_tokens` of its sequences is advanced here.
             logits: float32 `[num_rows, vocab_size]` of the batch's logit rows.
         """
-        bad = batch.metadata.bad_tokens.cpu()
+        results = self._reader.read(batch, logits)
         token, row = 0, 0
         completed: list[tuple[Sequence, int]] = []
         for chunk, num_rows in zip(batch.chunks, batch.rows_per_chunk, strict=True):
             sequence, completes = chunk.sequence, chunk.completes
-            if bad[token : token + chunk.num_tokens].any():
+            if results.bad_tokens[token : token + chunk.num_tokens].any():
                 sequence.finish("error", error=_NOT_FINITE)
             else:
-                self._note_prompt_logprobs(chunk, logits[row : row + num_rows])
+                self._note_prompt_logprobs(chunk, row, results, logits)
                 sequence.num_computed_tokens += chunk.num_tokens
                 if completes and not sequence.is_finished:
                     completed.append((sequence, row + num_rows - 1))
             token, row = token + chunk.num_tokens, row + num_rows
-        self._sample(completed, logits)
+        self._sample(completed, results, logits)
 
-    def _sample(self, completed: list[tuple[Sequence, int]], logits: torch.Tensor) -> None:
+    def _sample(
+        self, completed: list[tuple[Sequence, int]], results: StepResults, logits: torch.Tensor
+    ) -> None:
         if not completed:
             return
-        rows = [row for _, row in completed]
-        # A step of decodes samples from all rows: no copy of them.
-        chosen = logits if len(rows) == len(logits) else logits[rows]
         if self.observer is not None:
-            for (sequence, _), row_logits in zip(completed, chosen, strict=True):
-                self.observer(sequence, sequence.num_tokens - 1, row_logits)
-        sampled = self._sampler.sample(chosen, [sequence.sampling for sequence, _ in completed])
+            for sequence, row in completed:
+                self.observer(sequence, sequence.num_tokens - 1, logits[row])
+        sampled = results.sample(
+            [row for _, row in completed], [sequence.sampling for sequence, _ in completed]
+        )
         for (sequence, _), token in zip(completed, sampled, strict=True):
             if isinstance(token, UnusableLogits):
                 sequence.finish("error", error=token.reason)
@@ -98,29 +111,28 @@ class OutputProcessor:
         is_eos = token_id in self._eos_token_ids and params.ends_at_eos
         return is_eos or token_id in params.stop_tokens
 
-    def _note_prompt_logprobs(self, chunk: ScheduledChunk, logits: torch.Tensor) -> None:
+    def _note_prompt_logprobs(
+        self, chunk: ScheduledChunk, first_row: int, results: StepResults, logits: torch.Tensor
+    ) -> None:
         sequence = chunk.sequence
-        wanted = sequence.params.prompt_logprobs
-        if wanted is None or not sequence.needs_prompt_logprobs:
-            return
+        positions = prompt_positions(chunk)
         noted = sequence.prompt_logprobs
-        if not noted:
+        if sequence.needs_prompt_logprobs and not noted:
             noted.append(None)  # nothing precedes the first token
-        begin = sequence.num_computed_tokens
-        end = min(begin + chunk.num_tokens, sequence.prompt_len - 1)
-        # After a preemption some positions come a second time.
-        first = max(begin, len(noted) - 1)
-        if first >= end:
+        if not positions:
             return
-        following = sequence.token_ids[first + 1 : end + 1]
-        rows = logits[first - begin : end - begin]
-        if not bool(torch.isfinite(rows.amax(-1)).all()):
+        offset = first_row - sequence.num_computed_tokens
+        rows = range(positions.start + offset, positions.stop + offset)
+        following = sequence.token_ids[positions.start + 1 : positions.stop + 1]
+        wanted = None if self.observer else sequence.params.prompt_logprobs
+        tables = results.prompt_logprobs(rows, following, wanted)
+        if tables is None:
             sequence.finish("error", error="The model's logits for this prompt are not finite.")
         elif self.observer is None:
-            noted += [self._with_text(top) for top in prompt_logprobs(rows, following, wanted)]
+            noted += map(self._with_text, tables)
         else:
-            for offset, row in enumerate(rows):
-                self.observer(sequence, first + offset, row)
+            for position, row in zip(positions, rows, strict=True):
+                self.observer(sequence, position, logits[row])
             noted += [None] * len(rows)
 
     def _text_of(self, token_id: int) -> str:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from tightkv.config import PREEMPTION_MODES, CacheConfig, EngineConfig, SchedulerConfig
+from tightkv.engine.devices import resolve_device
 from tightkv.engine.policy import check_skip_layers, layer_ranges
 from tightkv.errors import ConfigError, ScaleError
 from tightkv.formats import (
@@ -32,7 +33,6 @@ __all__ = [
     "log_plan",
     "quiet_log",
     "resolve_config",
-    "resolve_device",
     "resolve_specs",
 ]
 
@@ -54,8 +54,7 @@ def check_config(config: EngineConfig) -> None:
             f"gpu_memory_utilization is {cache.gpu_memory_utilization}: it must be above 0 and at "
             "most 1."
         )
-    if config.device.device not in ("auto", "cpu"):
-        raise ConfigError(f"Unknown device {config.device.device!r}: choose auto or cpu.")
+    resolve_device(config.device)
     if config.device.tensor_parallel_size != 1:
         raise ConfigError(
             f"tensor_parallel_size is {config.device.tensor_parallel_size}: one process serves on "
@@ -82,11 +81,6 @@ def check_config(config: EngineConfig) -> None:
             f"({scheduler.max_num_seqs}): a step could not hold one token of each sequence; raise "
             "the first or lower the second."
         )
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device to run on."""
-    return torch.device("cpu" if name == "auto" else name)
 
 
 def resolve_specs(
@@ -120,7 +114,7 @@ def resolve_config(
         config,
         model=replace(config.model, dtype=model_dtype, max_model_len=plan.max_model_len),
         cache=cache,
-        device=replace(config.device, device=resolve_device(config.device.device).type),
+        device=replace(config.device, device=resolve_device(config.device).type),
     )
 
 

@@ -19,12 +19,16 @@ from tightkv.engine.sampling_params import SamplingParams
 from tightkv.errors import EngineError
 
 __all__ = [
+    "RowTensors",
     "SampledToken",
     "Sampler",
     "SamplingState",
     "UnusableLogits",
+    "changed_logits",
     "kept_token_ids",
+    "not_finite",
     "prompt_logprobs",
+    "settle_row",
 ]
 
 # Nuclei are small as a rule: sorting this many tokens first saves sorting the vocabulary.
@@ -165,11 +169,45 @@ class SamplingState:
         """Whether the sequence is at its end because its grammar lets nothing more follow."""
         return self.grammar is not None and self.grammar.is_finished
 
+    def draw_uniform(self) -> float:
+        """The next random number of the sequence, from 0 to below 1."""
+        return torch.rand((), dtype=torch.float64, generator=self.generator).item()
+
     def record(self, token_id: int) -> None:
         """Count a token of the output; the sampler does so for each one it returns."""
         self.num_output_tokens += 1
         if self.history is not None:
             self.history.append(token_id)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTensors:
+    """What changes a row of logits, where the row is; None where it does not apply.
+
+    Attributes:
+        bias_token_ids: int64 [n].
+        bias_values: float32 [n].
+        allowed: bool, at least [vocab_size]: what a grammar lets follow.
+        ending_token_ids: int64 [n].
+        prompt_token_ids: int64 [prompt_len], for the penalties' first token.
+    """
+
+    bias_token_ids: Tensor | None
+    bias_values: Tensor | None
+    allowed: Tensor | None
+    ending_token_ids: Tensor | None
+    prompt_token_ids: Tensor | None
+
+    @classmethod
+    def of(cls, state: SamplingState) -> RowTensors:
+        """Those of a sequence, on the CPU."""
+        return cls(
+            bias_token_ids=state.bias_token_ids if state.params.logit_bias else None,
+            bias_values=state.bias_values if state.params.logit_bias else None,
+            allowed=None if state.grammar is None else state.grammar.allowed(),
+            ending_token_ids=state.ending_token_ids if state.is_below_min_tokens else None,
+            prompt_token_ids=state.prompt_token_ids,
+        )
 
 
 class Sampler:
@@ -223,7 +261,7 @@ def prompt_logprobs(
     for row, token_id in zip(logits, next_token_ids, strict=True):
         peak = row.max().item()
         if not math.isfinite(peak):
-            raise EngineError(_not_finite(peak))
+            raise EngineError(not_finite(peak))
         results.append(_logprobs(row, peak, token_id, num_logprobs))
     return results
 
@@ -258,12 +296,13 @@ class _TokenHistory:
     @classmethod
     def create(cls, prompt_token_ids: Tensor, like: Tensor) -> _TokenHistory:
         seen = torch.zeros_like(like, dtype=torch.bool)
-        seen[prompt_token_ids] = True
+        seen.index_fill_(0, prompt_token_ids, True)
         return cls(seen, torch.zeros_like(like))
 
     def append(self, token_id: int) -> None:
-        self.seen[token_id] = True
-        self.output_counts[token_id] += 1
+        # Not by assignment, which would send the value to a device and wait.
+        self.seen[token_id].fill_(True)
+        self.output_counts[token_id].add_(1)
 
     def penalize(self, logits: Tensor, params: SamplingParams) -> None:
         penalty = params.repetition_penalty
@@ -304,18 +343,27 @@ def _sample_row(
 ) -> SampledToken | UnusableLogits:
     # NaN counts as the maximum, and so no NaN anywhere in the row gets past this.
     if not math.isfinite(peak):
-        return UnusableLogits(_not_finite(peak))
+        return UnusableLogits(not_finite(peak))
     if choice is None:
         choice = _choose(row, peak, state)
+    settled = settle_row(choice, state)
+    if isinstance(settled, UnusableLogits):
+        return settled
+    return _with_logprobs(row, peak, settled, state.params)
+
+
+def settle_row(choice: int | None, state: SamplingState) -> int | UnusableLogits:
+    """Record the chosen token, None if there was none to choose; it, or why it cannot be had."""
     if choice is None:
         return UnusableLogits(_nothing_left(state))
     if state.grammar is not None and not state.grammar.consume(choice):
         return UnusableLogits(state.grammar.error or "The grammar refuses its own token.")
     state.record(choice)
-    return _with_logprobs(row, peak, choice, state.params)
+    return choice
 
 
-def _not_finite(peak: float) -> str:
+def not_finite(peak: float) -> str:
+    """What to say of a row whose largest logit is this."""
     return (
         f"The model gave logits whose maximum is {peak}, where a finite number is needed; "
         "try another dtype or kv_cache_dtype."
@@ -333,40 +381,49 @@ def _nothing_left(state: SamplingState) -> str:
 
 def _choose(row: Tensor, peak: float, state: SamplingState) -> int | None:
     if state.changes_logits:
-        row = _changed(row, state)
+        row = changed_logits(row, state, RowTensors.of(state))
         peak = row.max().item()
     if not math.isfinite(peak):
         return None
     return int(row.argmax()) if state.params.is_greedy else _draw(row, peak, state)
 
 
-def _changed(row: Tensor, state: SamplingState) -> Tensor:
+def changed_logits(row: Tensor, state: SamplingState, given: RowTensors) -> Tensor:
+    """A row after bias, grammar, minimum length and penalties; waits for no device.
+
+    Args:
+        row: float32 [vocab_size]; not written to.
+        state: of the sequence; its history begins here, with the first penalty.
+        given: what applies now.
+    """
     row = row.clone()
-    if state.params.logit_bias:
-        row[state.bias_token_ids] += state.bias_values
-    if state.grammar is not None:
-        row.masked_fill_(~state.grammar.allowed().to(row.device), -math.inf)
-    if state.is_below_min_tokens:
-        _rule_out_endings(row, state)
+    if given.bias_token_ids is not None and given.bias_values is not None:
+        row[given.bias_token_ids] += given.bias_values
+    if given.allowed is not None:
+        row.masked_fill_(~given.allowed[: len(row)], -math.inf)
+    if given.ending_token_ids is not None:
+        _rule_out_endings(row, given.ending_token_ids, state.grammar is not None)
     if state.params.has_penalties:
-        if state.history is None:
-            state.history = _TokenHistory.create(state.prompt_token_ids, like=row)
-        state.history.penalize(row, state.params)
+        if state.history is None and given.prompt_token_ids is not None:
+            state.history = _TokenHistory.create(given.prompt_token_ids, like=row)
+        if state.history is not None:
+            state.history.penalize(row, state.params)
     return row
 
 
-def _rule_out_endings(row: Tensor, state: SamplingState) -> None:
-    before = row[state.ending_token_ids]
-    row[state.ending_token_ids] = -math.inf
-    if state.grammar is not None and not math.isfinite(row.max().item()):
-        row[state.ending_token_ids] = before  # the text is complete, and nothing else may follow
+def _rule_out_endings(row: Tensor, token_ids: Tensor, has_grammar: bool) -> None:
+    before = row[token_ids]
+    row.index_fill_(0, token_ids, -math.inf)
+    if has_grammar:
+        # Where the text is complete, nothing else may follow.
+        row[token_ids] = torch.where(row.max().isfinite(), -math.inf, before)
 
 
 def _draw(row: Tensor, peak: float, state: SamplingState) -> int:
     params = state.params
     # With the peak at 0 no temperature can overflow.
     scaled = (row - peak) / params.temperature
-    uniform = torch.rand((), dtype=torch.float64, generator=state.generator).item()
+    uniform = state.draw_uniform()
     if params.min_p == 0 and params.top_k <= 0 and params.top_p == 1:
         return _inverse_cdf(scaled, uniform)
     kept = kept_token_ids(scaled, min_p=params.min_p, top_k=params.top_k, top_p=params.top_p)

@@ -13,10 +13,16 @@ from typing import Any
 
 from tightkv.calibration.data import Document, read_documents
 from tightkv.calibration.progress import Progress, no_progress
-from tightkv.config import EngineConfig, EvaluationConfig, ModelConfig, unknown_option
+from tightkv.config import (
+    DeviceConfig,
+    EngineConfig,
+    EvaluationConfig,
+    ModelConfig,
+    unknown_option,
+)
 from tightkv.engine.arm_spec import parse_arms
+from tightkv.engine.devices import resolve_device
 from tightkv.engine.policy import layer_ranges
-from tightkv.engine.resolve import resolve_device
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.errors import ConfigError, RequestError
 from tightkv.evaluation.arms import Arm, Arms, ArmSpec, make_arm, parse_arm
@@ -244,7 +250,7 @@ def _load(model: str | LoadedModel | ModelConfig) -> tuple[ModelConfig, LoadedMo
     if isinstance(model, LoadedModel):
         return ModelConfig(model=model.name), model
     config = ModelConfig(model=model) if isinstance(model, str) else model
-    return config, load_model(config, resolve_device("auto"))
+    return config, load_model(config, resolve_device(DeviceConfig()))
 
 
 def _fitted(config: EvaluationConfig, longest: int) -> EvaluationConfig:

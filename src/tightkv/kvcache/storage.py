@@ -32,7 +32,11 @@ _NAN_BYTE, _LARGE_BYTE = 0xFF, 0x7B
 
 
 class KVCacheStorage:
-    """Blocks, static scales and clip counts of every layer, and the two things done with them."""
+    """Blocks, static scales and clip counts of every layer, and the two things done with them.
+
+    Attributes:
+        clip_table: int64 `[num_layers, 2]`, the clip counts where the kernels add to them.
+    """
 
     def __init__(
         self,
@@ -63,7 +67,10 @@ class KVCacheStorage:
         self._group_of: dict[int, int] = {}
         self._layers: dict[int, LayerCache] = {}
         self._clip_counts: dict[int, torch.Tensor] = {}
-        self._num_written: dict[int, int] = {}
+        self._num_written = 0
+        num_layers = sum(len(group.specs) for group in groups)
+        self.clip_table = torch.zeros(num_layers, 2, dtype=torch.int64, device=device)
+        self._known_clips: Sequence[Sequence[int]] | None = None
         pages = None
         if groups[0].shares_pages:
             pages = _allocate("all layers", num_blocks, groups[0].page_bytes, device)
@@ -77,8 +84,7 @@ class KVCacheStorage:
                 layer_scales = (scales or {}).get(spec.layer_idx, LayerScales())
                 self._group_of[spec.layer_idx] = index
                 self._layers[spec.layer_idx] = _layer_cache(blocks, layout, layer_scales)
-                self._clip_counts[spec.layer_idx] = torch.zeros(2, dtype=torch.int64, device=device)
-                self._num_written[spec.layer_idx] = 0
+                self._clip_counts[spec.layer_idx] = self.clip_table[len(self._clip_counts)]
 
     @property
     def num_bytes(self) -> int:
@@ -87,21 +93,27 @@ class KVCacheStorage:
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Fill blocks with zeros, which are finite codes of every format."""
-        for tensor in self.tensors():
-            tensor[list(blocks)] = 0
+        self._fill(blocks, 0)
+
+    def count_written(self, num_tokens: int) -> None:
+        """Note that a step wrote so many tokens to all layers."""
+        self._num_written += num_tokens
+
+    def note_clips(self, table: Sequence[Sequence[int]]) -> None:
+        """Take what came along with a step's results for `clip_table` from now on."""
+        self._known_clips = table
 
     def clip_counts(self) -> dict[int, tuple[int, int]]:
-        """Values of K and of V clipped so far, by layer."""
-        return {
-            layer: (int(counts[0]), int(counts[1])) for layer, counts in self._clip_counts.items()
-        }
+        """Values of K and of V clipped so far, by layer; waits for a device unless noted."""
+        table = self.clip_table.tolist() if self._known_clips is None else self._known_clips
+        return {layer: (k, v) for layer, (k, v) in zip(self._clip_counts, table, strict=True)}
 
     def clip_rates(self) -> dict[int, tuple[float, float]]:
         """Clipped values of K and of V as shares of those written so far, by layer."""
         rates = {}
         for layer, (k, v) in self.clip_counts().items():
             layout = self._layers[layer].layout
-            heads = max(1, self._num_written[layer]) * layout.num_kv_heads
+            heads = max(1, self._num_written) * layout.num_kv_heads
             rates[layer] = (k / (heads * layout.head_size), v / (heads * layout.value_size))
         return rates
 
@@ -115,7 +127,6 @@ class KVCacheStorage:
         """Store K and V `[num_tokens, num_kv_heads, size]`, unless another layer stores them."""
         if layer_idx in self._kv_sources:
             return
-        self._num_written[layer_idx] += len(key)
         reshape_and_cache(
             self.backend,
             self._layers[layer_idx],
@@ -147,7 +158,6 @@ class KVCacheStorage:
             rows_only: whether only the tokens of `metadata.rows` come out.
         """
         group = self._group_of[layer_idx]
-        self._num_written[layer_idx] += len(metadata.bad_tokens)
         selects = rows_only and metadata.rows is not None
         return LayerStep(
             cache=self._layers[layer_idx],
@@ -168,8 +178,7 @@ class KVCacheStorage:
         """
         codes = [layer.layout.v_format.code for layer in self._layers.values()]
         can_be_nan = not are_used and all(code.dtype.is_floating_point for code in codes)
-        for tensor in self.tensors():
-            tensor[list(blocks)] = _NAN_BYTE if can_be_nan else _LARGE_BYTE
+        self._fill(blocks, _NAN_BYTE if can_be_nan else _LARGE_BYTE)
 
     def fingerprint(self) -> bytes:
         """Digest of formats and static scales: blocks of another fingerprint are not reused."""
@@ -183,7 +192,15 @@ class KVCacheStorage:
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """Each tensor of blocks once, of layers or of pages."""
-        return {layer.blocks.data_ptr(): layer.blocks for layer in self._layers.values()}.values()
+        return {id(layer.blocks): layer.blocks for layer in self._layers.values()}.values()
+
+    def _fill(self, blocks: Sequence[int], byte: int) -> None:
+        for tensor in self.tensors():
+            if tensor.device.type == "cpu":
+                tensor[list(blocks)] = byte
+                continue
+            for block in blocks:  # a list of them would be sent there, and be waited for
+                tensor[block].fill_(byte)
 
     def _source(self, layer_idx: int) -> int:
         return self._kv_sources.get(layer_idx, layer_idx)
@@ -204,6 +221,8 @@ def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Ten
 def _allocate(whose: str, num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
     try:
         return _zeros(num_blocks, block_bytes, device)
+    except torch.OutOfMemoryError:
+        raise  # whoever starts the engine knows the device's memory
     except (RuntimeError, MemoryError) as error:
         raise InsufficientMemoryError(
             f"The KV cache of {whose} needs {num_blocks * block_bytes} bytes "

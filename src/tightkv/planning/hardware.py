@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from tightkv.errors import ConfigError
+from tightkv.kernels import converts_fp8
 from tightkv.planning.memory import available_memory, installed_memory
 from tightkv.planning.units import parse_rate, parse_size
 
@@ -88,12 +89,19 @@ def _from_entry(key: str, entry: Mapping[str, Any]) -> Hardware:
         memory_bytes=entry["memory_mib"] * 2**20,
         bandwidth=entry["bandwidth_gbs"] * 1e9,
         flops=entry["tflops"] * 1e12,
-        native_fp8=entry["native_fp8"],
+        native_fp8=_has_fp8(entry),
         native_int8=entry["native_int8"],
         max_num_batched_tokens=entry["batched_tokens"],
         max_num_seqs=entry["max_num_seqs"],
         sources=tuple(entry["sources"]),
     )
+
+
+def _has_fp8(entry: Mapping[str, Any]) -> bool:
+    if "capability" in entry:
+        major, minor = entry["capability"]
+        return converts_fp8((major, minor))
+    return bool(entry["native_fp8"])
 
 
 def _this_machine(key: str) -> Hardware:

@@ -34,6 +34,7 @@ class PoolRequest:
             tell.
         weight_bytes: bytes of the weights.
         peak_bytes: bytes of a step's largest intermediate results.
+        reserve_bytes: of a device, what captured steps, libraries and other processes take.
     """
 
     max_model_len: int | None
@@ -43,6 +44,7 @@ class PoolRequest:
     total_bytes: int | None
     weight_bytes: int
     peak_bytes: int
+    reserve_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,11 +172,14 @@ def _budget(cache: CacheConfig, request: PoolRequest) -> tuple[int, str]:
             "--kv-cache-memory-bytes."
         )
     usable = int(request.total_bytes * cache.gpu_memory_utilization)
-    budget = usable - request.weight_bytes - request.peak_bytes
-    return max(budget, 0), (
+    budget = usable - request.weight_bytes - request.peak_bytes - request.reserve_bytes
+    reason = (
         f"{cache.gpu_memory_utilization:g} of {_size(request.total_bytes)} available, less "
         f"{_size(request.weight_bytes)} weights and {_size(request.peak_bytes)} for a step"
     )
+    if request.reserve_bytes:
+        reason += f" and {_size(request.reserve_bytes)} for graphs, libraries and other processes"
+    return max(budget, 0), reason
 
 
 def _size(num_bytes: int) -> str:

@@ -18,8 +18,9 @@ import uvicorn
 
 from tightkv.calibration import calibrate_at_start
 from tightkv.config import EngineConfig, ServerConfig
+from tightkv.engine.devices import resolve_device
 from tightkv.engine.llm_engine import LLMEngine
-from tightkv.engine.resolve import check_config, resolve_device
+from tightkv.engine.resolve import check_config
 from tightkv.errors import ConfigError
 from tightkv.models import load_model
 from tightkv.server.app import make_app
@@ -99,7 +100,7 @@ def load_serving(config: EngineConfig, server_config: ServerConfig) -> tuple[Ser
     rate, reserved_bytes = server_config.kv_quality_sample_rate, 0
     if rate:
         check_config(config)
-        model = model or load_model(config.model, resolve_device(config.device.device))
+        model = model or load_model(config.model, resolve_device(config.device))
         reserved_bytes = bytes_needed(config, model)
     engine = LLMEngine(config, model=model, reserved_bytes=reserved_bytes)
     names = server_config.served_model_name or (engine.model.name,)
