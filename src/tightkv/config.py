@@ -135,7 +135,7 @@ class DeviceConfig:
     )
     enforce_eager: bool = _option(
         False,
-        "launch each kernel of a decode instead of replaying a captured CUDA graph; on a CPU, where "
+        "launch each kernel of a decode instead of replaying captured steps; on a CPU, where "
         "nothing is captured, it changes nothing",
     )
     tensor_parallel_size: int = _option(1, "devices that share the model; only 1 is served")

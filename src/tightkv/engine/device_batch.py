@@ -23,7 +23,9 @@ Pin = Callable[[int], torch.Tensor]
 class StagingBuffer:
     """Arrays side by side in pinned memory, and their copy on the device: both stay."""
 
-    def __init__(self, device: torch.device, pin: Pin, num_bytes: int, *, grows: bool = False):
+    def __init__(
+        self, device: torch.device, pin: Pin, num_bytes: int, *, grows: bool = False
+    ) -> None:
         """Allocate.
 
         Args:
@@ -77,7 +79,7 @@ class StagingBuffer:
 class ResultsBuffer:
     """Takes tensors of a device to the host in one copy: the only place where a step waits."""
 
-    def __init__(self, device: torch.device, pin: Pin, num_bytes: int = 2**16):
+    def __init__(self, device: torch.device, pin: Pin, num_bytes: int = 2**16) -> None:
         self._device, self._pin = device, pin
         self._allocate(num_bytes)
 

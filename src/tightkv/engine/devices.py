@@ -10,7 +10,7 @@ from tightkv.config import DeviceConfig
 from tightkv.errors import ConfigError
 from tightkv.kernels import COMPILED_CAPABILITY, converts_fp8
 
-__all__ = ["check_device", "has_native_fp8", "log_device", "resolve_device"]
+__all__ = ["has_native_fp8", "log_device", "resolve_device"]
 
 _logger = logging.getLogger("tightkv")
 
@@ -32,8 +32,8 @@ def resolve_device(config: DeviceConfig) -> torch.device:
         raise ConfigError(f"Unknown device {config.device!r}: choose auto, cpu or cuda.")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device is 'cuda', but torch {torch.__version__} finds no GPU on this machine: install "
-            "a driver and a build of torch for one, or choose --device cpu."
+            f"device is 'cuda', but torch {torch.__version__} finds no GPU on this machine: "
+            "install a driver and a build of torch for one, or choose --device cpu."
         )
     device = torch.device("cuda", torch.cuda.current_device())
     kind = _kind(device)

@@ -97,7 +97,7 @@ class DecodeGraphs:
             raise
         except Exception as error:  # whatever the code of a hundred architectures does on the host
             raise UnsupportedModelError(
-                f"The decodes of this model cannot be captured in a CUDA graph ({one_line(error)}): "
+                f"The decodes of this model cannot be captured in a graph ({one_line(error)}): "
                 "start with --enforce-eager."
             ) from error
 
