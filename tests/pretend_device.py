@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -45,7 +46,7 @@ class PretendTensor(torch.Tensor):
     raw: torch.Tensor
 
     @staticmethod
-    def __new__(cls, raw: torch.Tensor) -> PretendTensor:
+    def __new__(cls: Any, raw: torch.Tensor) -> PretendTensor:
         tensor: PretendTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, raw.shape, strides=raw.stride(), dtype=raw.dtype, device=PRETEND
         )
@@ -62,13 +63,23 @@ class _Mode(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
+class _FromNumbers(TorchFunctionMode):
+    """`torch.tensor` asks no Python type for its copy to a device: it is made to."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and kwargs.get("device") == PRETEND:
+            return torch.tensor(*args, **{**kwargs, "device": None}).to(PRETEND)
+        return func(*args, **kwargs)
+
+
 _counts = Counts()
 
 
 @contextmanager
 def on_pretend_device() -> Iterator[Counts]:
     """Lets the device be; gives its counts."""
-    with _Mode():
+    with _Mode(), _FromNumbers():
         yield _counts
 
 
@@ -143,7 +154,7 @@ def _count_new(there: list[PretendTensor], made: list[torch.Tensor]) -> None:
 
 
 class PretendAccelerator:
-    """A device of 1 GiB. What is captured is run again at each replay, its new tensors uncounted."""
+    """What it captures is run again at each replay, and its new tensors are not counted."""
 
     def __init__(self, total: int = 2**30) -> None:
         self.device = PRETEND

@@ -10,7 +10,7 @@ import torch
 
 from tightkv.config import EngineConfig
 from tightkv.engine.accelerator import Accelerator, CudaAccelerator
-from tightkv.engine.batch import BatchArrays, Placement, place_batch
+from tightkv.engine.batch import Array, BatchArrays, Placement, place_batch
 from tightkv.engine.device_batch import (
     DevicePlacement,
     ResultsBuffer,
@@ -102,8 +102,7 @@ class DeviceRuntime:
         self._placement = DevicePlacement(staging, self.device, num_tokens, width)
         self.placement = self._placement
         runner = ModelRunner(model, cache)
-        queries = numpy.ones(scheduler.max_num_seqs, numpy.int32)
-        queries[0] += num_tokens - len(queries)
+        queries = _shared_out(num_tokens, scheduler.max_num_seqs, width * block_size)
         largest = _trial_step(queries, width, block_size, num_groups)
         peak_bytes = self._peak_of(runner, largest)
         graph_bytes = 0
@@ -195,28 +194,36 @@ def make_runtime(
     return DeviceRuntime(config, accelerator or CudaAccelerator(device), reserved_bytes)
 
 
-def _trial_step(
-    queries: numpy.ndarray, table_width: int, block_size: int, num_groups: int
-) -> BatchArrays:
+def _shared_out(num_tokens: int, num_seqs: int, longest: int) -> Array:
+    """Lengths of the queries of a step: as few prompts as there can be, and decodes."""
+    queries = numpy.ones(num_seqs, numpy.int32)
+    rest = num_tokens - num_seqs
+    for seq in range(num_seqs):
+        more = min(rest, longest - 1)
+        queries[seq] += more
+        rest -= more
+    return queries
+
+
+def _trial_step(queries: Array, table_width: int, block_size: int, num_groups: int) -> BatchArrays:
     """Sequences of the greatest length, with so many new tokens each, that write nothing.
 
     Each has one row of logits; the first one has rows for log-probabilities of its prompt besides.
     """
     num_tokens, num_seqs = int(queries.sum()), len(queries)
     num_prompt_rows = min(MAX_PROMPT_LOGPROBS_ROWS, int(queries[0]) - 1)
-    first_row = int(queries[0]) - 1 - num_prompt_rows
+    last = queries.cumsum() - 1
     row_starts = numpy.arange(num_seqs + 1, dtype=numpy.int32)
     row_starts[1:] += num_prompt_rows
     ids = numpy.zeros(num_tokens, numpy.int64)
-    lengths = numpy.maximum(queries, table_width * block_size)
     return BatchArrays(
         input_ids=ids,
         positions=ids,
         slot_mappings=(ids - 1,) * num_groups,
-        seq_lens=lengths.astype(numpy.int32),
+        seq_lens=numpy.full(num_seqs, table_width * block_size, numpy.int32),
         query_start_loc=numpy.append(0, queries.cumsum()).astype(numpy.int32),
         block_tables=(numpy.zeros((num_seqs, table_width), numpy.int32),) * num_groups,
-        logit_rows=numpy.arange(first_row, num_tokens, dtype=numpy.int64),
+        logit_rows=numpy.append(numpy.arange(last[0] - num_prompt_rows, last[0]), last),
         row_start_loc=row_starts,
         max_query_len=int(queries.max()),
     )
