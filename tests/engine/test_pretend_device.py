@@ -236,6 +236,17 @@ def test_the_device_counts_every_kind_of_wait(ask: Any, counts: Counts) -> None:
     assert counts.since(before).keys() & {"wait", "to host", "to device"}
 
 
+def test_an_observer_may_keep_its_rows(folder: Path) -> None:
+    """A captured step leaves its logits where the one before did."""
+    kept: list[torch.Tensor] = []
+    copied: list[torch.Tensor] = []
+    llm = pretend_llm(folder)
+    llm.engine.observe_logits(lambda *seen: (kept.append(seen[2]), copied.append(seen[2].clone())))
+    llm.generate(prompts(2), SamplingParams(temperature=0, max_tokens=6))
+    assert len(kept) == 12
+    assert all(bool((x == y).all()) for x, y in zip(kept, copied, strict=True))
+
+
 def test_broken_numbers_end_their_request_alone(folder: Path) -> None:
     llm = pretend_llm(folder)
     weight = next(llm.model.model.get_input_embeddings().parameters())

@@ -55,6 +55,8 @@ class OutputProcessor:
             logits: float32 `[num_rows, vocab_size]` of the batch's logit rows.
         """
         results = self._reader.read(batch, logits)
+        if self.observer is not None and batch.bucket:
+            logits = logits.clone()  # an observer may keep rows; the next step writes over them
         token, row = 0, 0
         completed: list[tuple[Sequence, int]] = []
         for chunk, num_rows in zip(batch.chunks, batch.rows_per_chunk, strict=True):
