@@ -47,18 +47,23 @@ class PretendTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls: Any, raw: torch.Tensor) -> PretendTensor:
-        tensor: PretendTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: PretendTensor = torch.Tensor._make_wrapper_subclass(
             cls, raw.shape, strides=raw.stride(), dtype=raw.dtype, device=PRETEND
         )
         tensor.raw = raw
         return tensor
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, kwargs or {})
 
 
 class _Mode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 

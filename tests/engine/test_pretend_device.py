@@ -26,6 +26,7 @@ from tightkv.engine.llm_engine import LLMEngine
 from tightkv.engine.model_runner import ModelRunner
 from tightkv.engine.outputs import CompletionOutput
 from tightkv.engine.sampling_params import StructuredOutputs
+from tightkv.engine.sequence import Sequence
 from tightkv.errors import InsufficientMemoryError, UnsupportedModelError
 from tiny_engine import prompts, tiny_llm, token_ids
 from tiny_models import save_tiny_model
@@ -241,7 +242,12 @@ def test_an_observer_may_keep_its_rows(folder: Path) -> None:
     kept: list[torch.Tensor] = []
     copied: list[torch.Tensor] = []
     llm = pretend_llm(folder)
-    llm.engine.observe_logits(lambda *seen: (kept.append(seen[2]), copied.append(seen[2].clone())))
+
+    def observe(_sequence: Sequence, _position: int, row: torch.Tensor) -> None:
+        kept.append(row)
+        copied.append(row.clone())
+
+    llm.engine.observe_logits(observe)
     llm.generate(prompts(2), SamplingParams(temperature=0, max_tokens=6))
     assert len(kept) == 12
     assert all(bool((x == y).all()) for x, y in zip(kept, copied, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -55,7 +55,7 @@ class CudaAccelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # of the memory that captured steps share; torch hides its type
 
     def pin(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -83,4 +83,4 @@ class CudaAccelerator:
         with torch.cuda.graph(graph, pool=self._pool):
             run()
         self._pool = graph.pool()
-        return graph.replay  # type: ignore[no-any-return]
+        return graph.replay
