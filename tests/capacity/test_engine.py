@@ -156,7 +156,7 @@ def test_the_pool_of_what_is_left(folders: Path, monkeypatch: pytest.MonkeyPatch
     planned = plan(str(folder), kv_cache_dtypes=("int8",), max_num_seqs=4096)
     model = loaded(folder)
     monkeypatch.setattr(
-        "tightkv.engine.llm_engine.available_memory", lambda: total - model.weight_bytes
+        "tightkv.engine.runtime.available_memory", lambda: total - model.weight_bytes
     )
     engine = LLM(
         model, kv_cache_dtype="int8", max_num_seqs=4096, max_num_batched_tokens=4096
