@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -91,6 +92,29 @@ def test_full_queue(folder: Path) -> None:
             thread.join(PATIENCE)
         assert answers == [200, 200]
         server.wait_until_idle()
+
+
+def test_of_those_that_come_during_a_step_the_shortest_begins(folder: Path) -> None:
+    go_on = threading.Event()
+    order: list[int] = []
+
+    def ask(num_tokens: int) -> None:
+        with server.client() as client:
+            body = {"prompt": [5] * num_tokens, "max_tokens": 4, "ignore_eos": True}
+            assert client.post(COMPLETION, json=body).status_code == 200
+            order.append(num_tokens)
+
+    with live_server(folder, max_num_seqs=1) as server:
+        threads = [threading.Thread(target=server.call, args=[lambda _: go_on.wait(PATIENCE)])]
+        threads[0].start()
+        for count, num_tokens in enumerate((30, 10, 20), start=1):
+            threads.append(threading.Thread(target=ask, args=[num_tokens]))
+            threads[-1].start()
+            wait_until(partial(lambda n: server.serving.engine.num_unfinished == n, count))
+        go_on.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+    assert order == [10, 20, 30]
 
 
 def test_api_keys(folder: Path) -> None:
