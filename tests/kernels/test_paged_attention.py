@@ -306,16 +306,19 @@ def test_prompt_in_chunks_is_the_prompt_whole(isa: str, name: str, group: int) -
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", ["float32", "int8+channel+dynamic"])
-def test_thread_counts(isa: str, name: str) -> None:
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("window", [None, 300])
+def test_thread_counts(isa: str, name: str, block_size: int, window: int | None) -> None:
+    """The more threads, the more pieces: of fewer chunks, in the end of a single head."""
     lengths = ((1, 1000), (100, 400), (1, 20), (1, 513))
-    scene = make_scene(k=name, v=name, lengths=lengths)
-    params = params_for(scene)
+    # Of float32 four heads are read together, and the fifth alone.
+    scene = make_scene(k=name, v=name, lengths=lengths, num_kv_heads=5, block_size=block_size)
+    params = params_for(scene, sliding_window=window)
     results = []
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 8):
         with threads(count):
             results.append(attend(isa, scene, params))
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert all(torch.equal(results[0], result) for result in results[1:])
 
 
 @pytest.mark.parametrize("isa", ISAS)
