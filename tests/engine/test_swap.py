@@ -21,6 +21,7 @@ from tightkv import LLM, SamplingParams
 from tightkv.errors import ConfigError, SwapError
 from tightkv.kvcache import SwappingKVCacheManager
 from tightkv.kvcache.swap_space import SwapSpace
+from tightkv.models import loader
 from tiny_engine import GREEDY, prompts, tiny_llm, token_ids
 from tiny_models import save_tiny_model
 
@@ -264,6 +265,14 @@ def test_what_is_refused(llama: Path, options: dict[str, Any], words: str) -> No
         tiny_llm(llama, **options)
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith(".")
+
+
+def test_less_than_a_block_is_refused_before_weights_load(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_load_weights", lambda *_: pytest.fail("weights are loaded"))
+    with pytest.raises(ConfigError, match=r"less than a block's \d+ bytes: raise it"):
+        LLM(str(llama), swap_space=1e-6)
 
 
 # What happens to a process of its own.

@@ -19,7 +19,7 @@ from tightkv.kvcache import KVCacheSpec, KVCacheStorage, group_layers
 from tightkv.kvcache import swap_memory as swap_memory_module
 from tightkv.kvcache import swap_space as swap_space_module
 from tightkv.kvcache.swap_costs import SwapCosts
-from tightkv.kvcache.swap_memory import GIB, SwapFile, open_swap_memory
+from tightkv.kvcache.swap_memory import GIB, PinnedMemory, SwapFile, open_swap_memory
 from tightkv.kvcache.swap_space import SwapSpace
 from tightkv.metrics import EngineStats
 
@@ -85,6 +85,25 @@ def test_bytes_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_
             assert not now[[block for block in range(NUM_BLOCKS) if block not in into]].any()
     assert (stats.num_swapped_out_blocks, stats.num_swapped_in_blocks) == (7, 7)
     assert space.num_used_slots == 7
+
+
+def test_bytes_come_back_from_memory() -> None:
+    """As for a device that is none of the processor, but not pinned: nothing here pins memory."""
+    storage, stats = new_storage(), EngineStats()
+    memory = PinnedMemory(4 * storage.groups[0].page_bytes, pin_memory=False)
+    space = SwapSpace(memory, storage, SwapCosts(), stats)
+    before = fill(storage)
+    slots = space.store([5, 1, 7], [None] * 3)
+    assert slots is not None
+    for tensor in storage.tensors():
+        tensor.zero_()
+    space.load(slots[1:], [2, 3])
+    for now, old in zip(storage.tensors(), before, strict=True):
+        assert torch.equal(now[[2, 3]], old[[1, 7]])
+        assert not now[[0, 1, *range(4, NUM_BLOCKS)]].any()
+    assert (stats.num_swapped_out_blocks, stats.num_swapped_in_blocks) == (3, 2)
+    with pytest.raises(ConfigError, match=r"could not be had as pinned memory: lower it\.$"):
+        PinnedMemory(1 << 60, pin_memory=False)
 
 
 def test_slots_are_few_and_sequences_come_first(tmp_path: Path) -> None:
