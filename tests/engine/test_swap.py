@@ -19,7 +19,7 @@ import torch
 
 from tightkv import LLM, SamplingParams
 from tightkv.errors import ConfigError, SwapError
-from tightkv.kvcache import SwappingKVCacheManager
+from tightkv.kvcache import SwappingKVCacheManager, swap_memory, swap_space
 from tightkv.kvcache.swap_space import SwapSpace
 from tightkv.models import loader
 from tiny_engine import GREEDY, prompts, tiny_llm, token_ids
@@ -352,3 +352,28 @@ def test_a_full_disk(llama: Path, small_disk: Path) -> None:
     # What was set apart at the start can be written still.
     assert token_ids(llm, prompts()) == token_ids(tiny_llm(llama), prompts())
     assert (llm.engine.stats.num_swaps > 0, llm.engine.stats.num_swap_fallbacks) == (True, 0)
+
+
+def test_a_disk_that_fills_up_while_swapping(
+    llama: Path,
+    small_disk: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a file system that does not set the bytes apart."""
+    monkeypatch.setattr(swap_memory, "_reserve", os.truncate)
+    monkeypatch.setattr(swap_space, "_PIECE_BYTES", 1)  # the copy that is timed is a slot then
+    llm = swapping(llama, pool_tokens=TIGHT, swap_dir=str(small_disk))
+    left = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
+    (small_disk / "others").write_bytes(bytes(left))
+    for _ in range(2):
+        assert token_ids(llm, prompts()) == token_ids(tiny_llm(llama), prompts())
+    check_empty(llm)
+    stats = llm.engine.stats
+    assert stats.num_swap_fallbacks > 0
+    assert stats.num_preempted_tokens > 0
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warnings == [
+        "Swap space: the swap file cannot be written (No space left on device); "
+        "blocks are computed anew instead."
+    ]
