@@ -3,8 +3,9 @@
     python -m benchmarks.scheduler [--steps 2000] [--only overhead,loss]
 
 overhead: scheduler and cache manager with 256 sequences that run, with 1 and with 5 layer groups
-and room for all, and in a pool that is always full, without and with a swap space. Timed is all
-that a step of the engine asks of the two: schedule, offer the new blocks, let go of the finished.
+and room for all, in a pool that is always full, and there without a reserve, so that sequences are
+preempted, and computed anew or moved to a swap space and back (small blocks). Timed is all that a
+step of the engine asks of the two: schedule, offer the new blocks, let go of the finished.
 
 loss: requests that are all there at the start go through pools of several sizes. Their lengths are
 those of Azure's conversation trace, or have longer answers. The model's time is estimated from the
@@ -55,9 +56,12 @@ def measure_overhead(num_steps: int, num_seqs: int) -> Iterator[Overhead]:
         "1 group": ModellessEngine(config, roomy),
         "5 groups, 4 with a window": ModellessEngine(config, 5 * roomy, windows=windows),
         "1 group, full pool": ModellessEngine(config, full),
-        "1 group, full pool, swap space": ModellessEngine(config, full, num_slots=full),
+        "1 group, full pool, no reserve": ModellessEngine(config, full),
+        "1 group, full pool, no reserve, swap": ModellessEngine(config, full, num_slots=full),
     }
     for work, engine in works.items():
+        if "no reserve" in work:  # so that some are preempted in most steps
+            engine.scheduler.num_reserved_tokens = 0
         yield _overhead_of(work, engine, num_steps, num_seqs)
 
 

@@ -209,8 +209,8 @@ POOL = ("--kv-cache-memory-bytes", "4M")
 
 def test_totals_when_it_stops(folder: Path) -> None:
     """With room for one of the sequences at its end, and no token reserved."""
-    pool = {"kv_cache_memory_bytes": 1 << 18, "swap_space": 0.001, "preemption_mode": "swap"}
-    with live_server(folder, **pool) as server, server.client() as client:
+    pool: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 18, "swap_space": 0.001}
+    with live_server(folder, **pool, preemption_mode="swap") as server, server.client() as client:
         server.call(lambda engine: setattr(engine.scheduler, "num_reserved_tokens", 0))
         body = {**LONG, "prompt": ["abc", "def"], "max_tokens": 400}
         assert client.post(COMPLETION, json=body).status_code == 200

@@ -326,11 +326,15 @@ class KVCacheManager:
     def _missing(self, allocation: Allocation, num_tokens: int) -> list[int]:
         """Per group the blocks that a sequence must get to have room for `num_tokens` tokens."""
         missing = []
+        blocks = self._blocks_of(None, num_tokens)
         for window, table, passed in zip(
             self._windows, allocation.block_tables, allocation.num_passed, strict=True
         ):
-            most = passed + self._blocks_of(window, num_tokens)
-            missing.append(max(0, min(self._blocks_of(None, num_tokens), most) - len(table)))
+            if len(table) >= blocks:  # so it is in most steps
+                missing.append(0)
+            else:
+                most = min(blocks, passed + self._blocks_of(window, num_tokens))
+                missing.append(max(0, most - len(table)))
         return missing
 
     def _blocks_of(self, window: int | None, num_tokens: int) -> int:
