@@ -91,7 +91,8 @@ def test_variables() -> None:
 def test_layout() -> None:
     assert BOARD["schemaVersion"] >= 39
     rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Traffic", "Latency", "KV cache", "Formats and clips", "Quality"]
+    kinds = ["Traffic", "Latency", "KV cache", "Swap space", "Formats and clips", "Quality"]
+    assert rows == kinds
     assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
     taken: set[tuple[int, int]] = set()
     for panel in BOARD["panels"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import signal
 import socket
 import threading
@@ -228,6 +229,21 @@ def test_disorder_ends_the_engine_at_once(folder: Path, caplog: pytest.LogCaptur
 
 
 POOL = ("--kv-cache-memory-bytes", "4M")
+
+
+def test_totals_when_it_stops(folder: Path) -> None:
+    """With room for one of the sequences at its end, and no token reserved."""
+    pool: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 18, "swap_space": 0.001}
+    with live_server(folder, **pool, preemption_mode="swap") as server, server.client() as client:
+        server.call(lambda engine: setattr(engine.scheduler, "num_reserved_tokens", 0))
+        body = {**LONG, "prompt": ["abc", "def"], "max_tokens": 400}
+        assert client.post(COMPLETION, json=body).status_code == 200
+    totals, stats = server.monitor.totals(), server.monitor._latest_snapshot().stats
+    assert stats.num_swaps > 0
+    assert totals.startswith("2 requests, 6 prompt tokens and 800 generated; ")
+    assert f"; {stats.num_preemptions} preemptions, by which 0 tokens were lost; " in totals
+    out, back = re.findall(r"(?:swapped out|in) ([\d,]+)", totals)
+    assert int(out.replace(",", "")) >= int(back.replace(",", "")) > 1000
 
 
 @pytest.mark.slow

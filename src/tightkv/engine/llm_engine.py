@@ -31,6 +31,7 @@ from tightkv.engine.preemption import Preemption, Recomputation, Swapping
 from tightkv.engine.request import Request
 from tightkv.engine.resolve import (
     check_config,
+    check_swap_size,
     log_plan,
     resolve_config,
     resolve_device,
@@ -117,7 +118,9 @@ class LLMEngine:
             total_bytes += (model.weight_bytes if model else 0) - reserved_bytes
         sources = PolicySources.read(config.cache)
         self.model = model or load_model(
-            config.model, self.device, lambda known: _check_policy(config.cache, sources, known)
+            config.model,
+            self.device,
+            lambda known: _check_cache(config.cache, sources, known, swap_memory),
         )
         geometry = prepare_model(self.model.model)
         self.policy = self._decide_policy(config, geometry, sources)
@@ -462,15 +465,27 @@ class LLMEngine:
         )
 
 
-def _check_policy(cache: CacheConfig, sources: PolicySources, known: Checkpoint) -> None:
-    """Refuse scales that do not fit, before the weights load; the engine checks again after it."""
+def _check_cache(
+    cache: CacheConfig,
+    sources: PolicySources,
+    known: Checkpoint,
+    swap_memory: SwapMemory | None,
+) -> None:
+    """Refuse scales that do not fit, and a swap space for less than a block, before weights load.
+
+    The engine checks both again after it.
+    """
     sources = replace(sources, checkpoint=known.kv_scales)
     sources.check_identity(known.identity)
-    if not (sources.path or cache.kv_cache_scales or cache.kv_cache_dtype_skip_layers):
+    has_scales = sources.path or cache.kv_cache_scales or cache.kv_cache_dtype_skip_layers
+    if not has_scales and swap_memory is None:
         return
     geometry = geometry_without_weights(known.config)
-    if geometry is not None:
-        resolve_policy(cache, geometry, sources)
+    if geometry is None:
+        return
+    policy = resolve_policy(cache, geometry, sources)
+    if swap_memory is not None:
+        check_swap_size(swap_memory.num_bytes, policy, geometry, cache.block_size)
 
 
 def _as_ints(token_ids: Seq[int]) -> list[int]:

@@ -320,6 +320,7 @@ class AsyncEngine:
                 self._commands.run_all(wait=not self._has_work())
                 if self._engine.has_unfinished_requests:
                     self._step()
+            self._look()
             self.error = "The engine has been stopped."
         except BaseException as error:  # a library in Rust panics with one
             _logger.exception("the engine has died")
