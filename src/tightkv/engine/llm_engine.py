@@ -256,9 +256,7 @@ class LLMEngine:
             self._end(chunk.sequence.request_id, "error", EngineError(reason))
         return EngineError(reason)
 
-    def _end(
-        self, request_id: str, reason: FinishReason, error: EngineError | None = None
-    ) -> None:
+    def _end(self, request_id: str, reason: FinishReason, error: EngineError | None = None) -> None:
         """Finish what is unfinished of a request, and free its blocks."""
         request = self._requests.pop(request_id, None)
         for sequence in request.sequences if request else ():
