@@ -170,7 +170,10 @@ def _devices(
 
 def _typical(given: int | None, longest: int) -> int:
     if given is not None and given > longest:
-        raise ConfigError(f"typical_len is {given}, more than max_model_len ({longest}): lower it.")
+        raise ConfigError(
+            f"A request of {given:,} tokens (typical_len) is longer than the {longest:,} of "
+            "max_model_len: shorten it, or raise max_model_len."
+        )
     return given or min(_TYPICAL_LEN, longest)
 
 
