@@ -47,7 +47,7 @@ def test_one_column_where_the_ordinary_request_is_the_longest(
     _, out, _ = run(capsys, folder, "--hardware", "l4", "-o", "md", "--max-model-len", "256")
     assert out.count("requests of 256 |") == 1
     _, out, _ = run(capsys, folder, "--hardware", "l4", "-o", "md", "--typical-len", "256")
-    assert "| requests of 512 | requests of 256 |" in out
+    assert "| requests of 8,192 | requests of 256 |" in out
 
 
 def test_markdown(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
