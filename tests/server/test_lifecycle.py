@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,37 @@ def test_a_failed_step_ends_its_requests_alone(folder: Path) -> None:
         assert failed.status_code == 500
         assert "out of luck" in failed.json()["error"]["message"]
         assert client.post(COMPLETION, json={**LONG, "max_tokens": 3}).status_code == 200
+        server.wait_until_idle()
+
+
+def test_a_form_that_leaves_nothing_to_sample_ends_its_request_alone(tmp_path: Path) -> None:
+    """The model has ids below 100 only, and so none for an é."""
+    small = {"vocab_size": 100, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    folder = save_tiny_model(tmp_path / "llama", **small)
+    with (
+        live_server(folder) as server,
+        server.client() as client,
+        ThreadPoolExecutor(1) as other,
+    ):
+        before = client.post(COMPLETION, json=LONG).json()["choices"][0]["text"]
+        beside = other.submit(client.post, COMPLETION, json=LONG)
+        asked = {"prompt": "abc", "max_tokens": 9, "min_tokens": 9}
+        for regex, words in (("éa", "begins"), ("aaé", "structured_outputs")):
+            answer = client.post(COMPLETION, json={**asked, "structured_outputs": {"regex": regex}})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+            assert words in error["message"]
+            assert "\n" not in error["message"]
+        body = {**asked, "structured_outputs": {"regex": "aaé"}, "stream": True}
+        answer = client.post(COMPLETION, json=body)
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert answer.status_code == 200
+        first, *_, last = map(json.loads, events[:-1])
+        assert first["choices"][0]["text"] == "a"
+        assert last["error"]["type"] == "invalid_request_error"
+        assert "structured_outputs" in last["error"]["message"]
+        assert events[-1] == "[DONE]"
+        assert beside.result(PATIENCE).json()["choices"][0]["text"] == before
         server.wait_until_idle()
 
 

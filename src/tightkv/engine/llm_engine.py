@@ -256,10 +256,10 @@ class LLMEngine:
         """End the requests of a step that broke, so that it is not run again and again."""
         reason = f"A step of the engine failed ({one_line(error)}): its requests have ended."
         for chunk in chunks:
-            self._end(chunk.sequence.request_id, "error", reason)
+            self._end(chunk.sequence.request_id, "error", EngineError(reason))
         return EngineError(reason)
 
-    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+    def _end(self, request_id: str, reason: FinishReason, error: EngineError | None = None) -> None:
         """Finish what is unfinished of a request, and free its blocks."""
         request = self._requests.pop(request_id, None)
         for sequence in request.sequences if request else ():

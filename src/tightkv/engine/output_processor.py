@@ -13,6 +13,7 @@ from tightkv.engine.outputs import Logprob
 from tightkv.engine.sampler import SampledToken, Sampler, UnusableLogits, prompt_logprobs
 from tightkv.engine.scheduler import ScheduledChunk
 from tightkv.engine.sequence import Sequence
+from tightkv.errors import EngineError
 
 __all__ = ["LogitsObserver", "OutputProcessor"]
 
@@ -48,7 +49,7 @@ class OutputProcessor:
         for chunk, num_rows in zip(batch.chunks, batch.rows_per_chunk, strict=True):
             sequence, completes = chunk.sequence, chunk.completes
             if bad[token : token + chunk.num_tokens].any():
-                sequence.finish("error", error=_NOT_FINITE)
+                sequence.finish("error", error=EngineError(_NOT_FINITE))
             else:
                 self._note_prompt_logprobs(chunk, logits[row : row + num_rows])
                 sequence.num_computed_tokens += chunk.num_tokens
@@ -69,7 +70,7 @@ class OutputProcessor:
         sampled = self._sampler.sample(chosen, [sequence.sampling for sequence, _ in completed])
         for (sequence, _), token in zip(completed, sampled, strict=True):
             if isinstance(token, UnusableLogits):
-                sequence.finish("error", error=token.reason)
+                sequence.finish("error", error=token.error)
             else:
                 self._append(sequence, token)
 
@@ -115,7 +116,8 @@ class OutputProcessor:
         following = sequence.token_ids[first + 1 : end + 1]
         rows = logits[first - begin : end - begin]
         if not bool(torch.isfinite(rows.amax(-1)).all()):
-            sequence.finish("error", error="The model's logits for this prompt are not finite.")
+            error = EngineError("The model's logits for this prompt are not finite.")
+            sequence.finish("error", error=error)
         elif self.observer is None:
             noted += [self._with_text(top) for top in prompt_logprobs(rows, following, wanted)]
         else:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tightkv.engine.grammar import GrammarMatcher
 from tightkv.engine.outputs import Logprob
 from tightkv.engine.sampling_params import SamplingParams
-from tightkv.errors import EngineError
+from tightkv.errors import EngineError, RequestError, TightKVError
 
 __all__ = [
     "SampledToken",
@@ -48,9 +48,13 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class UnusableLogits:
-    """A row that no token can be taken from; its request fails, the others go on."""
+    """A row that no token can be taken from; its request fails, the others go on.
 
-    reason: str
+    Attributes:
+        error: a RequestError where the request's own parameters leave nothing to sample.
+    """
+
+    error: TightKVError
 
 
 @dataclass(slots=True)
@@ -304,13 +308,14 @@ def _sample_row(
 ) -> SampledToken | UnusableLogits:
     # NaN counts as the maximum, and so no NaN anywhere in the row gets past this.
     if not math.isfinite(peak):
-        return UnusableLogits(_not_finite(peak))
+        return UnusableLogits(EngineError(_not_finite(peak)))
     if choice is None:
         choice = _choose(row, peak, state)
     if choice is None:
-        return UnusableLogits(_nothing_left(state))
+        return UnusableLogits(RequestError(_nothing_left(state)))
     if state.grammar is not None and not state.grammar.consume(choice):
-        return UnusableLogits(state.grammar.error or "The grammar refuses its own token.")
+        reason = state.grammar.error or "The grammar refuses its own token."
+        return UnusableLogits(RequestError(reason))
     state.record(choice)
     return _with_logprobs(row, peak, choice, state.params)
 

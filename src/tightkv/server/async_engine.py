@@ -92,12 +92,13 @@ class RequestStream:
         """All that comes, until the request has ended.
 
         Raises:
-            EngineError: if it ended with an error.
+            RequestError: if its own parameters left nothing to sample.
+            EngineError: if it failed for another reason.
         """
         while True:
             delta = await self._arrived.get()
-            if delta.error is not None:
-                raise EngineError(delta.error)
+            if delta.failure is not None:
+                raise delta.failure
             yield delta
             if delta.finished:
                 return
@@ -429,7 +430,7 @@ class AsyncEngine:
 
     def _end_all(self, reason: str) -> None:
         left = list(self._served.values())
-        ended = RequestDelta(completions=(), finished=True, error=reason)
+        ended = RequestDelta(completions=(), finished=True, failure=EngineError(reason))
         self._tell(partial(self._put, [(served.stream, ended) for served in left]))
         for served in left:
             self._abort(served.request.request_id)

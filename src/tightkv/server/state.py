@@ -15,6 +15,7 @@ from tightkv.metrics import (
     RequestSnapshot,
     TensorSnapshot,
 )
+from tightkv.planning.footprint import tokens_in
 from tightkv.server.history import History
 
 __all__ = ["MAX_CELLS", "QualitySummary", "ServerFacts", "State", "build"]
@@ -233,6 +234,7 @@ def build(
     pool = _pool(snapshot.pool)
     stats = snapshot.stats
     queries = stats.prefix_cache_queries
+    groups, block_size = len(snapshot.groups), snapshot.block_size
     return {
         "server": {
             "model": facts.model,
@@ -246,8 +248,8 @@ def build(
         },
         "memory": _memory(snapshot, pool),
         "block_size": snapshot.block_size,
-        "tokens": _tokens(snapshot, snapshot.num_blocks),
-        "free_tokens": _tokens(snapshot, snapshot.num_free_blocks),
+        "tokens": tokens_in(snapshot.num_blocks, groups, block_size),
+        "free_tokens": tokens_in(snapshot.num_free_blocks, groups, block_size),
         "groups": _groups(snapshot.groups),
         "pool": pool,
         "num_running": snapshot.num_running,
@@ -300,10 +302,6 @@ def _memory(snapshot: EngineSnapshot, pool: PoolState) -> MemoryState:
         "total": snapshot.total_bytes,
         "per_token": snapshot.bytes_per_token,
     }
-
-
-def _tokens(snapshot: EngineSnapshot, num_blocks: int) -> int:
-    return num_blocks // len(snapshot.groups) * snapshot.block_size
 
 
 def _groups(groups: Sequence[GroupSnapshot]) -> list[GroupState]:
