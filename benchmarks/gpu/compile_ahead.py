@@ -322,10 +322,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="one variant of each kind")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
     parser.add_argument("--write", type=Path, help="page whose table to replace")
     options = parser.parse_args()
     variants = quick_variants() if options.quick else list(all_variants())
+    variants = [variant for variant in variants if variant.kernel in options.kernels]
     results = {}
     for variant, capability in itertools.product(variants, options.capabilities):
         result = results[variant, capability] = compile_variant(variant, capability)
