@@ -8,7 +8,7 @@ formats, a row's bits the same in any batch. Then decode and prefill against PyT
 the cost of factors per channel, and decodes of a model with random weights through the engine. Each
 section has its share of the time; what did not fit is listed under "left_out". "bars" says what
 was asked, what was measured, and whether that is enough. Nothing is downloaded. The last line of
-output is the JSON. Exits with status 1 if a check fails.
+output is the JSON. Exits with status 1 if a check fails or a section breaks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from benchmarks.gpu.checks import Lengths, run_checks  # noqa: E402
 from benchmarks.gpu.clock import Budget, Clock, copy_bytes_per_second  # noqa: E402
 from benchmarks.gpu.kernels import (  # noqa: E402
     KernelSizes,
+    Point,
     decode_times,
     flex_times,
     folding_times,
@@ -74,7 +76,7 @@ SMOKE = Sizes(
 
 
 def measure(device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """The report."""
+    """The report. A section that breaks is noted under "errors", and the others go on."""
     start = time.monotonic()
     backend, clock = TritonBackend(device), Clock(device)
     print(backend.name, flush=True)
@@ -82,39 +84,38 @@ def measure(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     report["checks"] = run_checks(backend, sizes.checked)
     copy_rate = copy_bytes_per_second(clock, device, sizes.copied_bytes)
     report["copy_gb_per_s"] = copy_rate / 1e9
-    budgets = []
-
-    def budget_of(section: str) -> Budget:
-        budgets.append(Budget(section, SECONDS[section]))
-        return budgets[-1]
-
     kernels = sizes.kernels
-    report["decode"] = _shown(decode_times(backend, clock, kernels, copy_rate, budget_of("decode")))
-    report["prefill"] = _shown(prefill_times(backend, clock, kernels, budget_of("prefill")))
-    report["folding"] = _shown(folding_times(backend, clock, kernels, budget_of("folding")))
-    report["serving"] = []
-    if ENGINE_IS_MISSING is None:
-        from benchmarks.gpu.serving import ServingSizes, serving_times
-
-        report["serving"] = serving_times(
-            device, ServingSizes(**sizes.serving), budget_of("serving")
-        )
-    report["decode"] += _shown(flex_times(backend, clock, kernels, copy_rate, budget_of("flex")))
-    report["left_out"] = [what for budget in budgets for what in budget.left_out]
-    if ENGINE_IS_MISSING is not None:
-        report["left_out"].append(f"serving: the engine cannot be imported ({ENGINE_IS_MISSING})")
+    sections: dict[str, Callable[[Budget], Iterable[Point]]] = {
+        "decode": lambda budget: decode_times(backend, clock, kernels, copy_rate, budget),
+        "prefill": lambda budget: prefill_times(backend, clock, kernels, budget),
+        "folding": lambda budget: folding_times(backend, clock, kernels, budget),
+        "serving": lambda budget: _serving(device, sizes, budget),
+        "flex": lambda budget: flex_times(backend, clock, kernels, copy_rate, budget),
+    }
+    report["errors"], report["left_out"] = [], []
+    for name, run in sections.items():
+        budget = Budget(name, SECONDS[name])
+        report[name] = []
+        try:
+            for point in run(budget):
+                print(point, flush=True)
+                report[name].append(point)
+        except Exception as error:  # so that what a device was lent for is not lost
+            traceback.print_exc()
+            report["errors"].append(f"{name}: {error!r}")
+        report["left_out"] += budget.left_out
     report["seconds"] = time.monotonic() - start
     report["bars"] = bars(report)
     return report
 
 
-def _shown(points: Iterable[dict[str, object]]) -> list[dict[str, object]]:
-    """As a list, each printed as soon as it is there."""
-    found = []
-    for point in points:
-        print(point, flush=True)
-        found.append(point)
-    return found
+def _serving(device: torch.device, sizes: Sizes, budget: Budget) -> Iterable[Point]:
+    if ENGINE_IS_MISSING is not None:
+        budget.left_out.append(f"serving: the engine cannot be imported ({ENGINE_IS_MISSING})")
+        return ()
+    from benchmarks.gpu.serving import ServingSizes, serving_times
+
+    return serving_times(device, ServingSizes(**sizes.serving), budget)
 
 
 def main() -> int:
@@ -132,7 +133,7 @@ def main() -> int:
         with atomic_file(options.output) as file:
             file.write(json.dumps(report, indent=1).encode())
     print(json.dumps(report))
-    return 0 if report["checks"]["passed"] else 1
+    return 0 if report["checks"]["passed"] and not report["errors"] else 1
 
 
 if __name__ == "__main__":

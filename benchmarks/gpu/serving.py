@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -118,15 +119,14 @@ def serve(model: LoadedModel, kv_cache_dtype: str, sizes: ServingSizes) -> dict[
 
 def serving_times(
     device: torch.device, sizes: ServingSizes, budget: Budget
-) -> list[dict[str, object]]:
+) -> Iterator[dict[str, object]]:
     """One after the other, with the same model."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     model = random_model(sizes, device)
-    results: list[dict[str, object]] = []
     for kv_cache_dtype in ARMS:
         if budget.has_time_for(kv_cache_dtype):
-            results.append(serve(model, kv_cache_dtype, sizes))
-            print(results[-1], flush=True)
-    return results
+            yield serve(model, kv_cache_dtype, sizes)
 
 
 def _engine(model: LoadedModel, kv_cache_dtype: str, sizes: ServingSizes) -> LLMEngine:
