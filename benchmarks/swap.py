@@ -233,6 +233,7 @@ def main() -> None:
         "requests": len(requests),
         "clients": options.clients,
         "divisor": options.divisor,
+        "output_len": options.output_len,
         "kv_cache_dtype": options.kv_cache_dtype,
         "working_set_tokens": tokens,
         "pool_tokens": pool_tokens,

@@ -55,10 +55,9 @@ std::vector<const KernelTable*> available_kernels() {
 thread_local Scratch workspace;
 thread_local Scratch partial_states;
 
-// Chunks of one item when keys are split: enough work to pay for handing it to a thread.
-constexpr int64_t kChunksPerItem = 2;
-
 struct Plan {
+  int64_t chunks_per_item;           // when keys are split
+  int heads_per_item;                // of a decode
   std::vector<WorkItem> items;       // independent of each other
   std::vector<WorkItem> reductions;  // each folds what several items left
   int64_t partial_floats = 0;
@@ -72,18 +71,39 @@ int64_t first_chunk(const AttentionArgs& args, int64_t position) {
 
 // A tile of rows over many chunks: one item per run of chunks, states kept apart until the end.
 void split_over_keys(const AttentionArgs& args, WorkItem whole, Plan* plan) {
-  const int64_t state = state_floats(whole.num_tokens * args.group(), args.layout.v.padded_size);
+  const int rows = whole.num_kv_heads * whole.num_tokens * args.group();
+  const int64_t state = state_floats(rows, args.layout.v.padded_size);
   whole.split = true;
   whole.partial_offset = plan->partial_floats;
   plan->reductions.push_back(whole);
-  for (int64_t chunk = whole.chunk_begin; chunk < whole.chunk_end; chunk += kChunksPerItem) {
+  for (int64_t chunk = whole.chunk_begin; chunk < whole.chunk_end; chunk += plan->chunks_per_item) {
     WorkItem item = whole;
     item.chunk_begin = chunk;
-    item.chunk_end = std::min(chunk + kChunksPerItem, whole.chunk_end);
+    item.chunk_end = std::min(chunk + plan->chunks_per_item, whole.chunk_end);
     item.partial_offset = plan->partial_floats;
     plan->partial_floats += state * (item.chunk_end - item.chunk_begin);
     plan->items.push_back(item);
   }
+}
+
+// KV heads whose codes are read together, for they lie side by side: as many as leave those of half
+// a chunk in the second-level cache while they wait.
+int heads_read_together(const AttentionArgs& args) {
+  constexpr int64_t kBytesThatWait = 256 * 1024;
+  const int64_t bytes = std::max(args.layout.k.tile_bytes(), args.layout.v.tile_bytes());
+  const int64_t most =
+      std::min<int64_t>(kBytesThatWait / (bytes * kTilesPerChunk), kMaxTileRows / args.group());
+  return static_cast<int>(std::clamp<int64_t>(most, 1, args.layout.num_kv_heads));
+}
+
+// Long items read memory best; a few for each thread leave the rest to others if one is held up.
+Plan plan_items(const AttentionArgs& args, const Batch& batch, int num_threads) {
+  constexpr int64_t kItemsPerThread = 3, kLeastChunks = 2;
+  int64_t chunks = 0;
+  for (int64_t seq = 0; seq < batch.num_seqs; ++seq)
+    chunks += (batch.seq_lens[seq] - 1) / kChunk + 1 - first_chunk(args, batch.seq_lens[seq] - 1);
+  const int64_t per_item = chunks / (kItemsPerThread * num_threads);
+  return {std::max(per_item, kLeastChunks), per_item > 0 ? heads_read_together(args) : 1, {}, {}};
 }
 
 void plan_sequence(const AttentionArgs& args, const Batch& batch, int64_t seq, Plan* plan) {
@@ -93,17 +113,20 @@ void plan_sequence(const AttentionArgs& args, const Batch& batch, int64_t seq, P
   const bool one_tile = end - begin <= tokens_per_tile;
   for (int64_t token = begin; token < end; token += tokens_per_tile) {
     const int64_t last = std::min(token + tokens_per_tile, end) - 1;
-    for (int head = 0; head < args.layout.num_kv_heads; ++head) {
+    const int num_heads = args.layout.num_kv_heads;
+    const int heads_per_item = last == token ? plan->heads_per_item : 1;
+    for (int head = 0; head < num_heads; head += heads_per_item) {
       const WorkItem item{batch.block_table + seq * batch.max_blocks,
                           token,
                           token + offset,
                           static_cast<int>(last - token + 1),
                           head,
+                          std::min(heads_per_item, num_heads - head),
                           first_chunk(args, token + offset),
                           (last + offset) / kChunk + 1,
                           false,
                           0};
-      if (one_tile && item.chunk_end - item.chunk_begin > kChunksPerItem)
+      if (one_tile && item.chunk_end - item.chunk_begin > plan->chunks_per_item)
         split_over_keys(args, item, plan);
       else
         plan->items.push_back(item);
@@ -169,7 +192,7 @@ ClipCounts run_write(const KernelTable& kernels, const WriteArgs& args, int64_t 
 
 void run_attention(const KernelTable& kernels, const AttentionArgs& args, const Batch& batch,
                    int num_threads) {
-  Plan plan;
+  Plan plan = plan_items(args, batch, num_threads);
   for (int64_t seq = 0; seq < batch.num_seqs; ++seq) plan_sequence(args, batch, seq, &plan);
   float* partials = partial_states.get(plan.partial_floats);
   run_items(plan.items, args, partials, num_threads, kernels.attend, 2);

@@ -13,6 +13,7 @@ from tightkv.metrics import (
     PoolSnapshot,
     RequestSnapshot,
     RequestStats,
+    SwapSnapshot,
     TensorSnapshot,
 )
 from tightkv.server.history import History
@@ -108,7 +109,7 @@ def snapshot(
     requests: tuple[RequestSnapshot, ...] = REQUESTS,
     groups: tuple[GroupSnapshot, ...] = (FULL,),
 ) -> EngineSnapshot:
-    """An engine of 174 blocks, unless another pool is given."""
+    """An engine of 174 blocks and no swap space, unless another pool is given."""
     blocks_of = blocks_of or pool(174)
     blocks = blocks_of.blocks
     num_bytes = blocks_of.block_bytes * len(blocks)
@@ -132,6 +133,27 @@ def snapshot(
         pool=blocks_of,
         requests=requests,
     )
+
+
+def swapping() -> EngineSnapshot:
+    """An engine whose swap space is in use."""
+    engine = snapshot()
+    stats = replace(
+        engine.stats,
+        num_preemptions=24,
+        num_swaps=23,
+        num_swap_fallbacks=1,
+        num_swapped_out_blocks=1804,
+        num_swapped_in_blocks=1621,
+    )
+    slots = SwapSnapshot(
+        num_slots=5650,
+        slot_bytes=BLOCK_BYTES,
+        num_used_slots=61,
+        num_kept_slots=1203,
+        num_sequences=2,
+    )
+    return replace(engine, stats=stats, swap=slots)
 
 
 def pool(num_blocks: int, block_bytes: int = BLOCK_BYTES) -> PoolSnapshot:

@@ -1,34 +1,48 @@
-"""Scheduler and cache manager without a model, and with a memory of what each slot should hold."""
+"""An engine without a model, with a memory of what each slot should hold."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from benchmarks.modelless import ModellessEngine
 
-from tightkv import SamplingParams
 from tightkv.config import SchedulerConfig
-from tightkv.engine.detokenizer import IncrementalDetokenizer
-from tightkv.engine.sampler import SamplingState
-from tightkv.engine.scheduler import ScheduledChunk, Scheduler
+from tightkv.engine.scheduler import ScheduledChunk
 from tightkv.engine.sequence import Sequence
-from tightkv.kvcache import KVCacheManager
-from tightkv.metrics import EngineStats
+from tightkv.errors import SwapError
+from tightkv.kvcache import SwappingKVCacheManager
+from tightkv.kvcache.swap_memory import SwapFile
 
 BLOCK_SIZE = 4
 MAX_TOKENS = 64
 """Of a sequence."""
-PARAMS = SamplingParams(detokenize=False)
-_NO_TOKENIZER = cast(PreTrainedTokenizerBase, None)  # PARAMS ask for none
 
 
-class Modelless:
-    """An engine whose every token depends on all before it, so that a wrong slot is noticed.
+class FlakyFile(SwapFile):
+    """A swap file whose disk can be made to fail."""
+
+    fails = False
+
+    def write(self, first: int, rows: torch.Tensor) -> None:
+        if self.fails:
+            raise SwapError("the disk fails")
+        super().write(first, rows)
+
+    def read(self, first: int, rows: torch.Tensor) -> None:
+        if self.fails:
+            raise SwapError("the disk fails")
+        super().read(first, rows)
+
+
+class Modelless(ModellessEngine):
+    """Every token depends on all before it, so that a wrong slot is noticed.
 
     Attributes:
-        unfinished: sequences by the name of their request.
+        disk: of the swap space; None without one.
         started: names of sequences, in the order of their first start.
     """
 
@@ -42,57 +56,32 @@ class Modelless:
         max_num_batched_tokens: int = 16,
         enable_chunked_prefill: bool = True,
         num_reserved_tokens: int = 0,
+        num_slots: int = 0,
     ) -> None:
-        self.stats = EngineStats()
-        self.config = SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enable_chunked_prefill=enable_chunked_prefill,
-        )
-        self.manager = KVCacheManager(
-            windows,
+        self.disk: FlakyFile | None = None
+        super().__init__(
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                enable_chunked_prefill=enable_chunked_prefill,
+            ),
             num_blocks,
-            BLOCK_SIZE,
-            b"",
-            prefix_caching,
-            max_chunk=max_num_batched_tokens if enable_chunked_prefill else MAX_TOKENS,
+            windows=windows,
+            block_size=BLOCK_SIZE,
+            prefix_caching=prefix_caching,
+            max_chunk=None if enable_chunked_prefill else MAX_TOKENS,
+            num_slots=num_slots,
         )
-        self.scheduler = Scheduler(self.config, self.manager, self.stats)
         self.scheduler.num_reserved_tokens = num_reserved_tokens
-        self.unfinished: dict[str, list[Sequence]] = {}
         self.started: list[str] = []
         self._windows = windows
-        self._slots: dict[int, tuple[int, ...]] = {}
+        # Groups take different blocks of the same pages: one view of the bytes serves them all.
+        (pages,) = self.storage.tensors()
+        self._pages = pages.view(torch.int64).numpy()
 
-    def add(
-        self,
-        request: str,
-        prompt: list[int],
-        max_tokens: int,
-        *,
-        n: int = 1,
-        priority: int = 0,
-    ) -> list[Sequence]:
-        sequences: list[Sequence] = []
-        for index in range(n):
-            sequences.append(
-                Sequence(
-                    seq_id=f"{request}/{index}",
-                    request_id=request,
-                    index=index,
-                    params=PARAMS,
-                    prompt_len=len(prompt),
-                    token_ids=list(prompt),
-                    max_tokens=max_tokens,
-                    sampling=SamplingState.create(PARAMS, prompt, 0),
-                    detokenizer=IncrementalDetokenizer(_NO_TOKENIZER, prompt, PARAMS),
-                    hasher=self.manager.new_hasher(request),
-                    leader=sequences[0] if index else None,
-                )
-            )
-            self.scheduler.add(sequences[-1], priority)
-        self.unfinished[request] = sequences
-        return sequences
+    def open_memory(self, num_bytes: int) -> SwapFile:
+        self.disk = FlakyFile(Path(tempfile.gettempdir()), num_bytes)
+        return self.disk
 
     def abort(self, request: str) -> None:
         for sequence in self.unfinished.pop(request):
@@ -105,16 +94,8 @@ class Modelless:
         with self._checked_schedule() as chunks:
             chunks += self.scheduler.schedule()
         for chunk in chunks:
-            self._compute(chunk)
-        for sequence in (chunk.sequence for chunk in chunks):
-            self.manager.remember_blocks(
-                sequence.seq_id, sequence.token_ids, sequence.num_computed_tokens
-            )
-            if sequence.is_finished:
-                self.scheduler.release(sequence)
-        for request, sequences in list(self.unfinished.items()):
-            if all(sequence.is_finished for sequence in sequences):
-                del self.unfinished[request]
+            self.compute(chunk)
+        self.settle(chunks)
         self.check_integrity()
         return chunks
 
@@ -131,6 +112,9 @@ class Modelless:
         assert not self.unfinished
         assert self.manager.num_free_blocks == self.manager.num_blocks
         assert self.manager.num_sequences == 0
+        if isinstance(self.manager, SwappingKVCacheManager):
+            assert self.manager.num_swapped == 0
+            assert self.manager.swap_space.num_used_slots == 0
 
     def check_integrity(self) -> None:
         self.manager.check_integrity()
@@ -160,20 +144,17 @@ class Modelless:
             if sequence not in before and sequence.seq_id not in self.started:
                 self.started.append(sequence.seq_id)
 
-    def _compute(self, chunk: ScheduledChunk) -> None:
-        sequence, completes = chunk.sequence, chunk.completes
-        begin = sequence.num_computed_tokens
-        end = begin + chunk.num_tokens
+    def compute(self, chunk: ScheduledChunk) -> None:
+        sequence, begin = chunk.sequence, chunk.sequence.num_computed_tokens
         for group, table in enumerate(self.manager.block_tables(sequence.seq_id)):
-            for position in range(begin, end):
-                self._slots[_slot(table, position)] = _content(group, sequence, position)
-        sequence.num_computed_tokens = end
+            for position in range(begin, begin + chunk.num_tokens):
+                self._pages[_slot(table, position)] = _content(group, sequence, position)
+        super().compute(chunk)
         self._check_slots(sequence, begin)
-        if completes:
-            # Few different tokens: blocks of different sequences shall often be equal.
-            sequence.token_ids.append(sum(sequence.token_ids[-3:]) % 2)
-            if sequence.num_output_tokens >= sequence.max_tokens:
-                sequence.finish("length")
+
+    def next_token(self, sequence: Sequence) -> int:
+        """One of few: blocks of different sequences shall often be equal."""
+        return sum(sequence.token_ids[-3:]) % 2
 
     def _check_slots(self, sequence: Sequence, begin: int) -> None:
         """What queries from `begin` on would read is what was computed after these tokens."""
@@ -181,13 +162,14 @@ class Modelless:
         for group, (window, table) in enumerate(zip(self._windows, tables, strict=True)):
             first = 0 if window is None else max(0, begin - window + 1)
             for position in range(first, sequence.num_computed_tokens):
-                found = self._slots[_slot(table, position)]
+                found = self._pages[_slot(table, position)]
                 assert found == _content(group, sequence, position)
 
 
-def _slot(table: list[int], position: int) -> int:
-    return table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+def _slot(table: list[int], position: int) -> tuple[int, int]:
+    """Its page, and its place there."""
+    return table[position // BLOCK_SIZE], position % BLOCK_SIZE
 
 
-def _content(group: int, sequence: Sequence, position: int) -> tuple[int, ...]:
-    return group, *sequence.token_ids[: position + 1]
+def _content(group: int, sequence: Sequence, position: int) -> int:
+    return hash((group, *sequence.token_ids[: position + 1]))

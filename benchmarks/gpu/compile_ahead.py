@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu.compile_ahead --write docs/gpu.md
 
-Registers and spilled bytes come from the machine code (cuobjdump, which Triton brings), shared
-memory from Triton's metadata, widths of loads from the layouts it chose. Exits with status 1 if a
-kernel spills, loads codes in pieces of less than 16 bytes, makes products by other instructions
-than the rest, or flushes or fuses where codes are made.
+Registers, spilled bytes and instructions come from the machine code (cuobjdump and nvdisasm, which
+Triton brings), shared memory from Triton's metadata, widths of loads from the layouts it chose.
+Exits with status 1 if a kernel spills, loads codes in pieces of less than 16 bytes, makes products
+by other instructions than the rest, or flushes or fuses where codes are made.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class Variant:
     query_dtype: torch.dtype = torch.bfloat16
     group: int = 4
     extras: bool = False  # window, softcap and sinks
+    quantized_query: bool = False
 
     def layer(self) -> LayerShape:
         name, *scales = self.code.split("+")
@@ -84,9 +85,17 @@ class Variant:
         return LayerShape.of(layout)
 
     def __str__(self) -> str:
-        extras = ", all extras" if self.extras else ""
-        query = str(self.query_dtype).removeprefix("torch.")
-        return f"{self.kernel}, {self.code}, {self.head_size}, {query}, {self.group}{extras}"
+        words = [self.kernel_name, self.code, self.head_size, self.query_name, self.group]
+        return ", ".join(map(str, words))
+
+    @property
+    def kernel_name(self) -> str:
+        return f"{self.kernel} (window, softcap, sinks)" if self.extras else self.kernel
+
+    @property
+    def query_name(self) -> str:
+        name = str(self.query_dtype).removeprefix("torch.")
+        return f"{name}, rounded to int8" if self.quantized_query else name
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,7 @@ class Compiled:
     spilled: int
     shared: int
     load_bytes: int
+    instructions: int  # of a warp, for a tile of keys
     problems: tuple[str, ...]
 
 
@@ -107,6 +117,7 @@ def quick_variants() -> list[Variant]:
         Variant("write", "fp8_e4m3+static", 128),
         Variant("decode", "int8+static+dynamic", 128),
         Variant("decode", "fp8_e4m3+dynamic", 128),
+        Variant("decode", "int8+static+dynamic", 128, quantized_query=True),
         Variant("prefill", "int8+static", 128),
         Variant("reduce", "int8+static", 128),
     ]
@@ -127,6 +138,8 @@ def all_variants() -> Iterator[Variant]:
         yield Variant(kernel, "int8+static+dynamic", 128, torch.float32, 7)
         yield Variant(kernel, "int8+static+dynamic", 128, torch.float16, 64)
         yield Variant(kernel, "fp8_e4m3+dynamic", 128, torch.float16, 1, extras=True)
+        yield Variant(kernel, "int8+static", 128, quantized_query=True)
+        yield Variant(kernel, "int8+static+dynamic", 128, quantized_query=True)
     for size in (64, 128, 256):
         yield Variant("reduce", "int8+static+dynamic", size)
 
@@ -146,6 +159,7 @@ def compile_variant(variant: Variant, capability: int) -> Compiled:
         window=variant.extras,
         softcap=variant.extras,
         sinks=variant.extras,
+        quantized_query=variant.quantized_query,
     )
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
@@ -204,7 +218,14 @@ def _measure(variant: Variant, layer: LayerShape, shape: AttentionShape, compile
     if variant.kernel == "write":
         words = (".ftz", "fma.", "div.full", "div.approx", "rcp.")
         problems += [f"has {word} where codes are made" for word in words if word in ptx]
-    return Compiled(usage["REG"], spilled, compiled.metadata.shared, load_bytes, tuple(problems))
+    return Compiled(
+        usage["REG"],
+        spilled,
+        compiled.metadata.shared,
+        load_bytes,
+        _instructions_of_the_largest_loop(compiled.asm["cubin"]),
+        tuple(problems),
+    )
 
 
 def _bytes_of_code_loads(ttgir: str, layer: LayerShape, shape: AttentionShape) -> int:
@@ -232,13 +253,41 @@ def _bytes_of_code_loads(ttgir: str, layer: LayerShape, shape: AttentionShape) -
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    tool = triton.knobs.nvidia.cuobjdump.path
+    text = _asked(cubin, triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def _instructions_of_the_largest_loop(cubin: bytes) -> int:
+    """Of loops that have none inside: of attention, that over tiles of keys.
+
+    Machine code ends with a jump to itself, so that without a loop it is 1.
+    """
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    count = 0
+    for line in _asked(cubin, triton.knobs.nvidia.nvdisasm.path, "-c").splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = count
+        elif re.match(r"\s+/\*[0-9a-f]+\*/", line):
+            count += 1
+            target = re.search(r"\bBRA\b.*(\.L_x_\d+)", line)
+            if target and target[1] in labels:
+                loops.append((labels[target[1]], count))
+    inner = [
+        end - begin
+        for begin, end in loops
+        if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops)
+    ]
+    return max(inner, default=0)
+
+
+def _asked(cubin: bytes, tool: str, option: str) -> str:
+    """What a tool of CUDA's says of machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+        command = [tool, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _table(results: dict[tuple[Variant, int], Compiled], capabilities: Sequence[int]) -> list[str]:
@@ -255,10 +304,8 @@ def _table(results: dict[tuple[Variant, int], Compiled], capabilities: Sequence[
         for capability in capabilities:
             result = results[variant, capability]
             cells.append(f"{result.registers}, {result.spilled}, {result.shared:,}")
-        query = str(variant.query_dtype).removeprefix("torch.")
-        kernel = f"{variant.kernel}{' (window, softcap, sinks)' if variant.extras else ''}"
-        words = [kernel, variant.code, str(variant.head_size), query, str(variant.group), *cells]
-        lines.append(f"| {' | '.join(words)} |")
+        words = [variant.kernel_name, variant.code, variant.head_size, variant.query_name]
+        lines.append(f"| {' | '.join(map(str, [*words, variant.group, *cells]))} |")
     return lines
 
 
@@ -275,15 +322,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="one variant of each kind")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
     parser.add_argument("--write", type=Path, help="page whose table to replace")
     options = parser.parse_args()
     variants = quick_variants() if options.quick else list(all_variants())
+    variants = [variant for variant in variants if variant.kernel in options.kernels]
     results = {}
     for variant, capability in itertools.product(variants, options.capabilities):
         result = results[variant, capability] = compile_variant(variant, capability)
+        numbers = f"{result.registers} registers"
+        if variant.kernel in ("prefill", "decode"):
+            numbers += f", {result.instructions} instructions per warp and tile"
         words = "; ".join(result.problems) or "fine"
-        print(f"sm_{capability}  {variant}: {result.registers} registers, {words}", flush=True)
+        print(f"sm_{capability}  {variant}: {numbers}, {words}", flush=True)
     if options.write:
         _write_into(options.write, _table(results, options.capabilities))
     return 1 if any(result.problems for result in results.values()) else 0

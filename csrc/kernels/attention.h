@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "kernels/exp2.h"
 #include "kernels/kernels.h"
@@ -40,8 +41,8 @@ struct Workspace {
                              int64_t{rows} * kChunk,
                              state_floats(rows, args.layout.v.padded_size),
                              state_floats(rows, args.layout.v.padded_size),
-                             kChunk,
-                             kChunk,
+                             int64_t{rows} * kChunk,
+                             int64_t{rows} * kChunk,
                              scratch_floats(args)};
     total = 0;
     for (int i = 0; i < 10; ++i) {
@@ -76,11 +77,14 @@ class RowTile {
         item_(item),
         partial_(partial_states + item.partial_offset),
         ws_(args, memory),
-        rows_(item.num_tokens * args.group()),
+        rows_per_head_(item.num_tokens * args.group()),
+        rows_(item.num_kv_heads * rows_per_head_),
         value_size_(args.layout.v.padded_size) {}
 
   void attend() {
     prepare_queries();
+    next_ = find_tiles(item_.chunk_begin);
+    fetch_keys(next_);
     if (!item_.split) {
       State state(ws_.state, rows_);
       clear(state);
@@ -112,9 +116,11 @@ class RowTile {
   }
 
  private:
-  int head_of(int row) const { return item_.kv_head * args_.group() + row % args_.group(); }
-  int64_t token_of(int row) const { return item_.first_token + row / args_.group(); }
-  int64_t position_of(int row) const { return item_.first_position + row / args_.group(); }
+  int kv_head_of(int row) const { return item_.kv_head + row / rows_per_head_; }
+  int head_of(int row) const { return kv_head_of(row) * args_.group() + row % args_.group(); }
+  int token_in_item(int row) const { return row % rows_per_head_ / args_.group(); }
+  int64_t token_of(int row) const { return item_.first_token + token_in_item(row); }
+  int64_t position_of(int row) const { return item_.first_position + token_in_item(row); }
 
   // First position that the row sees.
   int64_t first_visible(int row) const {
@@ -126,9 +132,8 @@ class RowTile {
   // scale[row] is what the products must be multiplied by; NaN where the query is not finite.
   void prepare_queries() {
     const TensorLayout& k = args_.layout.k;
-    const float* factors =
-        args_.k_scale == nullptr ? nullptr : args_.k_scale + int64_t{item_.kv_head} * k.size;
     for (int row = 0; row < rows_; ++row) {
+      const float* factors = factors_of(args_.k_scale, k, row);
       const float* q = args_.query.at(token_of(row), head_of(row));
       float* out = ws_.query + row * ws_.query_stride;
       for (int c = 0; c < k.size; ++c) out[c] = factors == nullptr ? q[c] : q[c] * factors[c];
@@ -136,6 +141,11 @@ class RowTile {
       ws_.scale[row] = is_integer(k.code) ? round_query(out, k.padded_size) : unit(k.code);
       ws_.scale[row] = ws_.scale[row] * args_.softmax_scale + poison_of(q, k.size);
     }
+  }
+
+  // Static factors of the row's KV head, or null.
+  const float* factors_of(const float* scale, const TensorLayout& tensor, int row) const {
+    return scale == nullptr ? nullptr : scale + int64_t{kv_head_of(row)} * tensor.size;
   }
 
   // 0, or NaN if a value is not finite.
@@ -174,74 +184,103 @@ class RowTile {
     return largest / levels;
   }
 
-  // A chunk's tiles that some row sees, and where their codes and scales lie.
+  // A chunk's tiles that some row sees, and where the codes of the item's first head lie.
   struct Tiles {
     int64_t first_position;  // of the first tile
     int count;
     const uint8_t *k[kTilesPerChunk], *v[kTilesPerChunk];
   };
 
+  // All heads' keys, then all heads' values: so codes are needed in about the order of memory.
   void attend_chunk(int64_t chunk, State part) {
-    const Tiles tiles = find_tiles(chunk);
-    multiply_keys(tiles);
+    const Tiles tiles = next_;
+    next_ = chunk + 1 < item_.chunk_end ? find_tiles(chunk + 1) : Tiles{0, 0, {}, {}};
+    load_dynamic_scales(chunk, tiles);
+    for (int head = 0; head < item_.num_kv_heads; ++head) multiply_keys(head, tiles);
     for (int row = 0; row < rows_; ++row) weigh(row, tiles, part);
-    multiply_values(tiles, part);
+    for (int head = 0; head < item_.num_kv_heads; ++head) multiply_values(head, tiles, part);
   }
 
-  Tiles find_tiles(int64_t chunk) {
+  int64_t first_tile(int64_t chunk) const {
+    return std::max(first_visible(0), chunk * kChunk) / kTile;
+  }
+
+  Tiles find_tiles(int64_t chunk) const {
     const Layout& layout = args_.layout;
-    const int64_t begin = std::max(first_visible(0), chunk * kChunk) / kTile;
+    const int64_t begin = first_tile(chunk);
     const int64_t end = std::min(position_of(rows_ - 1) / kTile + 1, (chunk + 1) * kTilesPerChunk);
     Tiles tiles;
     tiles.first_position = begin * kTile;
     tiles.count = static_cast<int>(end - begin);
     const int per_block = layout.tiles_per_block();
-    const int32_t* block = item_.block_table + begin / per_block;
-    int in_block = static_cast<int>(begin % per_block);
-    const uint8_t* k = layout.codes(args_.blocks, layout.k, 0, item_.kv_head, 0);
-    const uint8_t* v = layout.codes(args_.blocks, layout.v, 0, item_.kv_head, 0);
-    const int64_t k_bytes = layout.k.tile_bytes(), v_bytes = layout.v.tile_bytes();
     for (int i = 0; i < tiles.count; ++i) {
-      const int64_t at = *block * layout.block_bytes;
-      tiles.k[i] = k + at + in_block * k_bytes;
-      tiles.v[i] = v + at + in_block * v_bytes;
-      load_dynamic_scales(layout.k, *block, in_block, ws_.k_dynamic + i * kTile);
-      load_dynamic_scales(layout.v, *block, in_block, ws_.v_dynamic + i * kTile);
-      if (++in_block == per_block) ++block, in_block = 0;
+      const int64_t block = item_.block_table[(begin + i) / per_block];
+      const auto in_block = static_cast<int>((begin + i) % per_block);
+      tiles.k[i] = layout.codes(args_.blocks, layout.k, block, item_.kv_head, in_block);
+      tiles.v[i] = layout.codes(args_.blocks, layout.v, block, item_.kv_head, in_block);
     }
     return tiles;
   }
 
-  void load_dynamic_scales(const TensorLayout& tensor, int64_t block, int in_block, float* out) {
-    if (!tensor.dynamic) return;
-    S::store(out, S::load_half(
-                      args_.layout.scales(args_.blocks, tensor, block, item_.kv_head, in_block)));
+  void load_dynamic_scales(int64_t chunk, const Tiles& tiles) {
+    const Layout& layout = args_.layout;
+    for (const auto& [tensor, out] :
+         {std::pair{&layout.k, ws_.k_dynamic}, {&layout.v, ws_.v_dynamic}})
+      if (tensor->dynamic)
+        for (int head = 0; head < item_.num_kv_heads; ++head)
+          for (int i = 0; i < tiles.count; ++i) {
+            const int64_t tile = first_tile(chunk) + i, per_block = layout.tiles_per_block();
+            const uint16_t* scales =
+                layout.scales(args_.blocks, *tensor, item_.block_table[tile / per_block],
+                              item_.kv_head + head, static_cast<int>(tile % per_block));
+            S::store(out + head * kChunk + i * kTile, S::load_half(scales));
+          }
+  }
+
+  // ---- fetching: from memory into the second level, half a chunk ahead ----
+  //
+  // Blocks lie anywhere, which no hardware prefetcher foresees, and the first level waits for few
+  // lines at a time. While keys are multiplied their chunk's values are fetched, while values are
+  // multiplied the next chunk's keys: a tile for a tile, in the order in which they lie.
+
+  // Bytes from a head's tile to the next head's.
+  int64_t head_bytes(const TensorLayout& tensor) const {
+    return args_.layout.tiles_per_block() * tensor.tile_bytes();
+  }
+
+  // Where the `n`th tile of all heads lies; beyond the last one, the first.
+  const uint8_t* tile_in_order(const uint8_t* const* tiles, int count, const TensorLayout& tensor,
+                               int n) const {
+    const int per_block = std::min(args_.layout.tiles_per_block(), count);
+    const int per_group = item_.num_kv_heads * per_block;
+    const int head = n % per_group / per_block;
+    const int tile = n / per_group * per_block + n % per_block;
+    return tile < count ? tiles[tile] + head * head_bytes(tensor) : tiles[0];
+  }
+
+  void fetch_keys(const Tiles& tiles) const {
+    const TensorLayout& k = args_.layout.k;
+    for (int n = 0; n < item_.num_kv_heads * tiles.count; ++n) {
+      const uint8_t* codes = tile_in_order(tiles.k, tiles.count, k, n);
+      for (int64_t at = 0; at < k.tile_bytes(); at += 64) fetch_line(codes + at);
+    }
   }
 
   // logits[row][token] = query · codes of K
-  void multiply_keys(const Tiles& tiles) {
+  void multiply_keys(int head, const Tiles& tiles) {
     const TensorLayout& k = args_.layout.k;
-    // Blocks lie anywhere, which no hardware prefetcher foresees: while a tile of K is multiplied
-    // a later one is fetched, or the first ones of V.
-    const uint8_t* fetch[kTilesPerChunk];
-    const int distance = fetch_distance(k.tile_bytes());
+    const uint8_t *panels[kTilesPerChunk], *fetch[kTilesPerChunk];
     for (int i = 0; i < tiles.count; ++i) {
-      const int next = i + distance;
-      fetch[i] = next < tiles.count ? tiles.k[next] : tiles.v[std::min(next - tiles.count, i)];
+      panels[i] = tiles.k[i] + head * head_bytes(k);
+      fetch[i] = tile_in_order(tiles.v, tiles.count, args_.layout.v, head * tiles.count + i);
     }
+    const int row = head * rows_per_head_;
     with_code(k.code, [&](auto code) {
-      product<S, code.value, 0>(rows_, {tiles.k, fetch, 1, tiles.count, 1, 0}, k.padded_size,
-                                ws_.query, ws_.query_stride, {ws_.logits, kChunk}, ws_.scratch);
+      product<S, code.value, 0>(rows_per_head_, {panels, fetch, 1, tiles.count, 1, 0},
+                                k.padded_size, ws_.query + row * ws_.query_stride, ws_.query_stride,
+                                {ws_.logits + int64_t{row} * kChunk, kChunk}, ws_.scratch);
     });
   }
-
-  // Far enough for memory to answer, near enough for the first-level cache to keep it.
-  static int fetch_distance(int64_t piece_bytes) {
-    return static_cast<int>(std::clamp<int64_t>(kFetchBytes / piece_bytes, 1, kMaxFetchDistance));
-  }
-
-  static constexpr int kFetchBytes = 4096;
-  static constexpr int kMaxFetchDistance = 8;
 
   // Logits of a row become weights for V, 2^(logit - maximum), times V's dynamic scale; for integer
   // codes rounded to 16 bits. A row that sees nothing of the chunk gets weights of 0.
@@ -255,6 +294,7 @@ class RowTile {
     part.maximum[row] = sees ? maximum : -INFINITY;
     const float offset = sees ? log2_of_units(v) - maximum : 0.0f;
     int16_t* rounded = rounded_weights(row);
+    const float* v_dynamic = ws_.v_dynamic + row / rows_per_head_ * kChunk;
     if (counts_in_steps(v)) {
       part.sum[row] = weigh_tiles(x, tiles.count, factor, offset, [&](int i, auto weight) {
         S::store_rounded(rounded + i * kTile, weight);
@@ -265,7 +305,7 @@ class RowTile {
     } else {
       typename S::Float heaviest = S::zero();
       part.sum[row] = weigh_tiles(x, tiles.count, factor, offset, [&](int i, auto weight) {
-        weight = S::mul(weight, S::load(ws_.v_dynamic + i * kTile));
+        weight = S::mul(weight, S::load(v_dynamic + i * kTile));
         heaviest = S::max(weight, heaviest);
         S::store(x + i * kTile, weight);
       });
@@ -304,10 +344,11 @@ class RowTile {
   // Returns the largest.
   float finish_logits(int row, const Tiles& tiles, float* logits) const {
     const int count = tiles.count;
+    const float* k_dynamic = ws_.k_dynamic + row / rows_per_head_ * kChunk;
     if (args_.layout.k.dynamic)
       for (int i = 0; i < count; ++i)
         S::store(logits + i * kTile,
-                 S::mul(S::load(logits + i * kTile), S::load(ws_.k_dynamic + i * kTile)));
+                 S::mul(S::load(logits + i * kTile), S::load(k_dynamic + i * kTile)));
     if (args_.softcap != 0.0f) cap_logits(row, count, logits);
     hide_logits(row, tiles, logits);
     typename S::Float maximum = S::broadcast(-INFINITY);
@@ -348,25 +389,29 @@ class RowTile {
   }
 
   // values[row][channel] = weights · codes of V
-  void multiply_values(const Tiles& tiles, State part) {
+  void multiply_values(int head, const Tiles& tiles, State part) {
     const TensorLayout& v = args_.layout.v;
     const int num_outputs = value_size_ / kTile;
     const int panel_bytes = kTile * kTile * code_bytes(v.code);
-    const int distance = std::min(fetch_distance(2 * panel_bytes), tiles.count);
-    const uint8_t* fetch[kTilesPerChunk];
+    const uint8_t *panels[kTilesPerChunk], *fetch[kTilesPerChunk];
     for (int i = 0; i < tiles.count; ++i) {
-      const int next = i + distance;  // after the last tile the next output's first one
-      fetch[i] = next < tiles.count ? tiles.v[next] : tiles.v[next - tiles.count] + panel_bytes;
+      panels[i] = tiles.v[i] + head * head_bytes(v);
+      fetch[i] = next_.count == 0
+                     ? panels[i]
+                     : tile_in_order(next_.k, next_.count, args_.layout.k, head * tiles.count + i);
     }
+    const int begin = head * rows_per_head_, end = begin + rows_per_head_;
     const bool integer = is_integer(v.code);
     with_code(v.code, [&](auto code) {
       product<S, code.value, kTile>(
-          rows_, {tiles.v, fetch, tiles.count, num_outputs, 0, panel_bytes}, kTile,
-          integer ? ws_.weights : ws_.logits, integer ? kChunk / 2 : kChunk,
-          {part.values, value_size_}, ws_.scratch);
+          rows_per_head_, {panels, fetch, tiles.count, num_outputs, 0, panel_bytes}, kTile,
+          integer ? reinterpret_cast<float*>(rounded_weights(begin))
+                  : ws_.logits + int64_t{begin} * kChunk,
+          integer ? kChunk / 2 : kChunk, {part.values + int64_t{begin} * value_size_, value_size_},
+          ws_.scratch);
     });
     if (integer && v.dynamic)
-      for (int row = 0; row < rows_; ++row)
+      for (int row = begin; row < end; ++row)
         scale_row(part.values + int64_t{row} * value_size_, ws_.weight_step[row]);
   }
 
@@ -402,9 +447,8 @@ class RowTile {
   // Sinks, the division by the sum, V's static factors.
   void finish(State state) const {
     const TensorLayout& v = args_.layout.v;
-    const float* factors =
-        args_.v_scale == nullptr ? nullptr : args_.v_scale + int64_t{item_.kv_head} * v.size;
     for (int row = 0; row < rows_; ++row) {
+      const float* factors = factors_of(args_.v_scale, v, row);
       float sum = state.sum[row], shrink = 1.0f;
       if (args_.sinks != nullptr) {
         const float sink = args_.sinks[head_of(row)] * kLog2E;
@@ -425,7 +469,8 @@ class RowTile {
   const WorkItem& item_;
   float* const partial_;
   Workspace ws_;
-  const int rows_;
+  Tiles next_;                      // of the next chunk; none: of no more
+  const int rows_per_head_, rows_;  // those of a KV head lie side by side
   const int value_size_;
 };
 

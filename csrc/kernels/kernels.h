@@ -101,13 +101,13 @@ struct SiluAndMulArgs {
   int size;
 };
 
-// Rows of one sequence that share a KV head, over a range of chunks.
+// Rows of one sequence, for some KV heads, over a range of chunks.
 struct WorkItem {
   const int32_t* block_table;  // of the sequence
   int64_t first_token;         // of the rows, in query and out
   int64_t first_position;      // of the rows, in the sequence
   int num_tokens;
-  int kv_head;
+  int kv_head, num_kv_heads;  // the first, and how many; of more than one token: one
   int64_t chunk_begin, chunk_end;
   // Whether the chunks of these rows are divided among several items. If so each chunk's state is
   // kept, from this float of the partial states on, and folded when all are there.

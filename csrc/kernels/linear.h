@@ -10,7 +10,7 @@ namespace {
 
 // How far ahead of the product a weight is fetched from memory, in bytes, if each panel is read
 // only once. If it is read for several groups of rows, the first one fetches the next panel.
-constexpr int64_t kFetchDistance = 2048;
+constexpr int64_t kFetchDistance = 8192;
 
 // The sum of each value runs over the inputs in their order, whatever the rows and panels.
 inline void linear_tile(const LinearArgs& args, const LinearTile& tile, float* scratch) {

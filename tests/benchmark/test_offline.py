@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_precisions_side_by_side(model: LoadedModel) -> None:
         assert row.result.itl is not None
         assert row.result.itl.contexts[-1] < row.predicted.longest
         assert row.result.peak_bytes > 50 << 20
-    assert (wide.max_requests(64), narrow.max_requests(64)) == (4.0, 7.0)
+    assert (wide.result.max_requests, narrow.result.max_requests) == (4.0, 7.0)
     assert report.ratios(narrow)["pool_tokens"] == 1.75
     assert (wide.result.k_format, wide.break_even) == ("float16", None)
     assert narrow.result.k_format.startswith("int8")
@@ -150,6 +151,43 @@ def test_precisions_side_by_side(model: LoadedModel) -> None:
     assert "| requests of 64 tokens that fit | 4.00 | 7.00 |" in table
     rows = report.as_json()["rows"]
     assert as_csv(rows).splitlines()[0].startswith("kv_cache_dtype,k_format,v_format,")
+
+
+def test_requests_of_a_model_with_windows_are_counted_by_what_they_hold(tmp_path: Path) -> None:
+    """Five of six layers hold 16 tokens of a request, so that more fit than tokens say."""
+    kinds = [*["sliding_attention"] * 5, "full_attention"]
+    shape = {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 16}
+    folder = save_tiny_model(tmp_path / "gemma", "gemma3_text", **shape)
+    options: dict[str, Any] = {
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 16,
+    }
+    report = bench_kv(
+        loaded(folder),
+        "float16,int8",
+        input_len=24,
+        output_len=200,
+        measure_slope=False,
+        **options,
+    )
+    wide, narrow = report.rows
+    for row in report.rows:
+        assert row.predicted.max_requests == pytest.approx(row.result.max_requests)
+        assert row.result.pool_bytes == row.predicted.pool_bytes
+        assert row.result.max_requests > 1.5 * row.result.pool_tokens / 224
+    # The default pool has room for four in the first precision, and that is what it holds.
+    assert wide.result.max_requests == pytest.approx(4)
+    assert 3.5 < wide.result.mean_running < 5
+    assert report.num_prompts == 2 * math.ceil(narrow.result.max_requests)
+
+
+def test_contexts_end_at_the_longest_request_that_may_be_asked_for(model: LoadedModel) -> None:
+    options: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 20}
+    (row,) = bench_kv(model, "int8", num_prompts=2, input_len=8, output_len=8, **options).rows
+    assert row.predicted.longest == 256
+    assert row.result.itl is not None
+    assert row.result.itl.contexts[-1] < 256
 
 
 @pytest.mark.slow

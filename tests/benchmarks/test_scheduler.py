@@ -18,6 +18,8 @@ def test_the_last_line_is_the_result(
         "1 group",
         "5 groups, 4 with a window",
         "1 group, full pool",
+        "1 group, full pool, no reserve",
+        "1 group, full pool, no reserve, swap",
     }
     assert all(0 < row["median"] <= row["p99"] for row in result["overhead"])
     assert {row["way"] for row in result["loss"]} == set(WAYS)

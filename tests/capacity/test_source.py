@@ -153,7 +153,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         ({"num_gpus": 3, "tensor_parallel_size": 2}, "no multiple"),
         ({"hardware": "host", "num_gpus": 2}, "one device"),
         ({"hardware": "host", "max_model_len": 513}, "512 positions"),
-        ({"typical_len": 100, "max_model_len": 64}, "lower it"),
+        ({"typical_len": 100, "max_model_len": 64}, "shorten it"),
         ({"concurrency": 0}, "at least 1"),
         ({"kv_cache_dtypes": ()}, "at least one"),
         ({"kv_cache_dtypes": ("int3",)}, "give one of auto"),

@@ -37,6 +37,19 @@ def test_a_table(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 layers × 8 KV heads × (128 + 128) values × 2 bytes = 8,192 bytes per token" in out
 
 
+def test_one_column_where_the_ordinary_request_is_the_longest(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = ("--max-model-len", "256", "--typical-len", "256", "--concurrency", "2")
+    _, out, _ = run(capsys, folder, "--hardware", "l4", "-o", "md", *lengths)
+    assert out.count("requests of 256 |") == 1
+    assert out.count("| int8 | 256 |") == 1
+    _, out, _ = run(capsys, folder, "--hardware", "l4", "-o", "md", "--max-model-len", "256")
+    assert out.count("requests of 256 |") == 1
+    _, out, _ = run(capsys, folder, "--hardware", "l4", "-o", "md", "--typical-len", "256")
+    assert "| requests of 8,192 | requests of 256 |" in out
+
+
 def test_markdown(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, folder, "--hardware", "a100-40g", "-o", "md")
     assert status == 0
@@ -74,9 +87,9 @@ def test_wrong_input_is_one_sentence_and_status_2(
         (["--hardware", "a100"], "choose one of"),
         (["--hardware", "custom:96"], "GiB"),
         (["--max-model-len", "16q"], "no length"),
-        (["--kv-cache-memory-bytes", "5"], "no size"),
+        (["--kv-cache-memory-bytes", "5x"], "no size"),
         (["--hardware", "l4", "--tensor-parallel-size", "3"], "does not divide"),
-        (["--lang", "fr"], "invalid choice"),
+        (["--lang", "fr"], "choose one of en, zh"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--kv-cache-dtype", "int3"], "'int3' is no KV cache dtype"),
         (["--compare", "nowhere"], "no address"),

@@ -339,7 +339,7 @@ class TestFailuresInAStep:
         logits[0, _id("a")] = -torch.inf
         unusable, token = Sampler().sample(logits, states)
         assert isinstance(unusable, UnusableLogits)
-        assert "structured_outputs" in unusable.reason
+        assert "structured_outputs" in str(unusable.error)
         assert token == SampledToken(_id("a"))
 
 

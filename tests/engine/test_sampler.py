@@ -242,7 +242,7 @@ class TestMinTokens:
         logits = torch.tensor([[-math.inf, -math.inf, -math.inf, 1.0]])
         (result,) = Sampler().sample(logits, [_state(min_tokens=1)])
         assert isinstance(result, UnusableLogits)
-        assert "min_tokens" in result.reason
+        assert "min_tokens" in str(result.error)
 
 
 MIXED: list[dict[str, Any]] = [
@@ -326,7 +326,7 @@ class TestUnusableRows:
         states = [_state(seed=row, **options) for row in range(3)]
         results = Sampler().sample(logits, states)
         assert isinstance(results[1], UnusableLogits)
-        assert "finite" in results[1].reason
+        assert "finite" in str(results[1].error)
         assert states[1].num_output_tokens == 0
         for row in (0, 2):
             assert results[row] == _one(logits[row], _state(seed=row, **options))

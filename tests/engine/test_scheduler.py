@@ -11,6 +11,7 @@ import pytest
 from modelless import BLOCK_SIZE, Modelless
 from tightkv import LLM
 from tightkv.engine.scheduler import Scheduler
+from tightkv.kvcache.block_pool import BlockPool
 from tiny_engine import GREEDY, prompts, tiny_llm
 from tiny_models import save_tiny_model
 
@@ -105,6 +106,53 @@ def test_a_long_prompt_is_not_passed_by_a_stream_of_short_ones() -> None:
     first_after = engine.started.index("long/0") + 1
     assert engine.started.index(f"short {before}/0") < first_after
     assert all(int(name.split("/")[0].split()[1]) > before for name in engine.started[first_after:])
+
+
+@pytest.mark.parametrize("num_cached", [0, 480])
+def test_a_long_prompt_that_waits_is_not_looked_up_in_each_step(
+    monkeypatch: pytest.MonkeyPatch, num_cached: int
+) -> None:
+    engine = Modelless(520, max_num_seqs=9, max_num_batched_tokens=1920)
+    long = prompt(500 * BLOCK_SIZE)
+    if num_cached:
+        engine.add("its beginning", long[: num_cached * BLOCK_SIZE], 1)
+        engine.drain()
+    for number in range(8):
+        engine.add(str(number), prompt(8, seed=number + 1), 30)
+    engine.step()
+    engine.add("long", long, 4)
+    looked_up: list[int] = []
+    find = BlockPool.find
+
+    def count(pool: BlockPool, block_hash: bytes) -> int | None:
+        looked_up[-1] += 1
+        return find(pool, block_hash)
+
+    monkeypatch.setattr(BlockPool, "find", count)
+    while "long/0" not in engine.started:
+        looked_up.append(0)
+        engine.step()
+    assert len(looked_up) > 20
+    # It is looked up when it comes, and when there is room for it.
+    assert looked_up[0] >= num_cached
+    assert sum(looked_up[1:-1]) <= 2 * len(looked_up)
+    assert looked_up[-1] >= num_cached
+
+
+def test_who_waits_begins_as_soon_as_another_has_computed_its_beginning() -> None:
+    """Though no block became free: those that it lacked are shared."""
+    engine = Modelless(30, max_num_seqs=4, max_num_batched_tokens=8)
+    shared = prompt(20 * BLOCK_SIZE)
+    engine.add("first", shared, 30)
+    engine.step()
+    engine.add("second", [*shared, 7], 3)
+    free = []
+    while "second/0" not in engine.started:
+        free.append(engine.manager.num_free_blocks)
+        engine.step()
+    assert len(free) > 5
+    assert free == sorted(free, reverse=True)
+    engine.drain()
 
 
 def test_a_sequence_that_is_preempted_again_and_again_ends() -> None:

@@ -17,6 +17,8 @@ NUM_BLOCKS = 12  # of 4 tokens: the longest sequence alone takes 11
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, run, share, fork, are preempted and aborted, in a pool that is too small.
 
+    With a swap space preempted ones are moved there and back, as long as there are slots for them
+    and its disk works; evicted prefixes are fetched from it.
     `Modelless` checks every step: what slots hold, who was chosen, what is noted.
     """
 
@@ -30,6 +32,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         windows=st.sampled_from([(None,), (None, 6), (9,)]),
         num_reserved_tokens=st.sampled_from([0, 0, 8]),
+        num_slots=st.sampled_from([0, 3, 12, 40]),
     )
     def choose(
         self,
@@ -37,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked: bool,
         windows: tuple[int | None, ...],
         num_reserved_tokens: int,
+        num_slots: int,
     ) -> None:
         self.engine = Modelless(
             NUM_BLOCKS * len(windows),
@@ -46,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=10,
             enable_chunked_prefill=chunked,
             num_reserved_tokens=num_reserved_tokens,
+            num_slots=num_slots,
         )
 
     @precondition(lambda self: len(self.engine.unfinished) < 8)
@@ -79,6 +84,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         scheduler._preempt(data.draw(st.sampled_from(scheduler.running)))
         self.engine.check_integrity()
+
+    @precondition(lambda self: self.engine.disk is not None)
+    @rule(fails=st.sampled_from([False, False, True]))
+    def let_the_disk_fail(self, fails: bool) -> None:
+        assert self.engine.disk is not None
+        self.engine.disk.fails = fails
 
     @precondition(lambda self: self.num_added % 5 == 4)
     @rule()

@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cache_cases import tensor_format
 from tightkv.errors import ConfigError, SwapError
 from tightkv.kernels.ops import ReferenceBackend
-from tightkv.kvcache import KVCacheSpec, KVCacheStorage, SwappingKVCacheManager, group_layers
+from tightkv.kvcache import KVCacheSpec, KVCacheStorage, group_layers
 from tightkv.kvcache import swap_memory as swap_memory_module
 from tightkv.kvcache import swap_space as swap_space_module
-from tightkv.kvcache.block_hash import BlockHasher
 from tightkv.kvcache.swap_costs import SwapCosts
-from tightkv.kvcache.swap_memory import GIB, SwapFile, open_swap_memory
+from tightkv.kvcache.swap_memory import GIB, PinnedMemory, SwapFile, open_swap_memory
 from tightkv.kvcache.swap_space import SwapSpace
 from tightkv.metrics import EngineStats
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 16
-MAX_CHUNK = 24
-WINDOW = 40
 CPU = torch.device("cpu")
 
 
-def new_storage(windows: tuple[int | None, ...] = (None, 8, None)) -> KVCacheStorage:
-    """Layers with these windows."""
+def new_storage() -> KVCacheStorage:
+    """Layers in two groups."""
     specs = [
         KVCacheSpec(
             layer_idx=layer,
@@ -49,7 +41,7 @@ def new_storage(windows: tuple[int | None, ...] = (None, 8, None)) -> KVCacheSto
             v_format=tensor_format("float16"),
             sliding_window=window,
         )
-        for layer, (heads, window) in enumerate(zip((2, 1, 3), windows, strict=True))
+        for layer, (heads, window) in enumerate(zip((2, 1, 3), (None, 8, None), strict=True))
     ]
     return KVCacheStorage(group_layers(specs), NUM_BLOCKS, CPU, ReferenceBackend())
 
@@ -93,6 +85,25 @@ def test_bytes_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_
             assert not now[[block for block in range(NUM_BLOCKS) if block not in into]].any()
     assert (stats.num_swapped_out_blocks, stats.num_swapped_in_blocks) == (7, 7)
     assert space.num_used_slots == 7
+
+
+def test_bytes_come_back_from_memory() -> None:
+    """As for a device that is none of the processor, but not pinned: nothing here pins memory."""
+    storage, stats = new_storage(), EngineStats()
+    memory = PinnedMemory(4 * storage.groups[0].page_bytes, pin_memory=False)
+    space = SwapSpace(memory, storage, SwapCosts(), stats)
+    before = fill(storage)
+    slots = space.store([5, 1, 7], [None] * 3)
+    assert slots is not None
+    for tensor in storage.tensors():
+        tensor.zero_()
+    space.load(slots[1:], [2, 3])
+    for now, old in zip(storage.tensors(), before, strict=True):
+        assert torch.equal(now[[2, 3]], old[[1, 7]])
+        assert not now[[0, 1, *range(4, NUM_BLOCKS)]].any()
+    assert (stats.num_swapped_out_blocks, stats.num_swapped_in_blocks) == (3, 2)
+    with pytest.raises(ConfigError, match=r"could not be had as pinned memory: lower it\.$"):
+        PinnedMemory(1 << 60, pin_memory=False)
 
 
 def test_slots_are_few_and_sequences_come_first(tmp_path: Path) -> None:
@@ -249,192 +260,3 @@ def test_what_is_memory(tmp_path: Path) -> None:
     if os.statvfs(shared).f_fsid != os.statvfs("/").f_fsid:
         assert swap_memory_module._is_memory(shared)
         assert swap_memory_module._is_memory(shared / "absent")
-
-
-class FlakyMemory(SwapFile):
-    """A swap file whose disk can be made to fail."""
-
-    fails = False
-
-    def write(self, first: int, rows: torch.Tensor) -> None:
-        if self.fails:
-            raise SwapError("the disk fails")
-        super().write(first, rows)
-
-    def read(self, first: int, rows: torch.Tensor) -> None:
-        if self.fails:
-            raise SwapError("the disk fails")
-        super().read(first, rows)
-
-
-PROMPTS = ([0] * 80, [1] * 80, [0] * 32 + [1] * 48)
-
-
-@dataclass
-class Running:
-    """A sequence of the model; it is swapped or runs."""
-
-    name: str
-    hasher: BlockHasher
-    tokens: list[int]
-    num_computed: int = 0
-    is_swapped: bool = False
-
-
-class SwappingMachine(RuleBasedStateMachine):
-    """Real bytes: every token's tell which tokens came before it, in each layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sequences: list[Running] = []
-        self.num_started = 0
-
-    @initialize(prefix_caching=st.booleans(), num_slots=st.integers(1, 20))
-    def start(self, prefix_caching: bool, num_slots: int) -> None:
-        self.storage = new_storage((None, WINDOW, None))
-        slot_bytes = self.storage.groups[0].page_bytes
-        self.memory = FlakyMemory(Path("/tmp"), num_slots * slot_bytes)
-        space = SwapSpace(self.memory, self.storage, SwapCosts(), EngineStats())
-        self.manager = SwappingKVCacheManager(
-            windows=[group.sliding_window for group in self.storage.groups],
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_SIZE,
-            seed=b"seed",
-            enable_prefix_caching=prefix_caching,
-            max_chunk=MAX_CHUNK,
-            clear=self.storage.clear,
-            swap_space=space,
-        )
-
-    def bytes_of(self, sequence: Running, position: int) -> list[torch.Tensor]:
-        """A token's first bytes in each group that sees it; positions of a block lie apart."""
-        found = []
-        tables = self.manager.block_tables(sequence.name)
-        for group, table in zip(self.storage.groups, tables, strict=True):
-            window = group.sliding_window
-            if window is None or position > sequence.num_computed - window:
-                layer = self.storage.layer(group.specs[0].layer_idx)
-                row = layer.blocks[table[position // BLOCK_SIZE]]
-                found.append(row[8 * (position % BLOCK_SIZE) :][:8])
-        return found
-
-    def expected(self, sequence: Running, position: int) -> torch.Tensor:
-        digest = hashlib.sha256(bytes(sequence.tokens[: position + 1])).digest()
-        return torch.tensor(list(digest[:8]), dtype=torch.uint8)
-
-    def admit(self, sequence: Running) -> bool:
-        """What `Scheduler._start` does."""
-        arguments = sequence.name, sequence.hasher, sequence.tokens
-        if sequence.is_swapped:
-            try:
-                if not self.manager.swap_in(*arguments, sequence.num_computed):
-                    assert self.manager.is_swapped(sequence.name)
-                    return False
-                sequence.is_swapped = False
-                return True
-            except SwapError:
-                assert self.memory.fails
-                sequence.is_swapped = False
-        limit = len(sequence.tokens) - 1
-        sequence.num_computed = self.manager.get_computed_blocks(*arguments, limit)
-        if not self.manager.allocate_slots(sequence.name, len(sequence.tokens)):
-            self.manager.free(sequence.name)
-            return False
-        return True
-
-    @precondition(lambda self: len(self.sequences) < 5)
-    @rule(prompt=st.sampled_from(PROMPTS), cut=st.integers(1, 75))
-    def add(self, prompt: list[int], cut: int) -> None:
-        self.num_started += 1
-        name = str(self.num_started)
-        sequence = Running(name, self.manager.new_hasher(name), prompt[:cut])
-        if self.admit(sequence):
-            self.sequences.append(sequence)
-            self.compute(sequence)
-
-    def compute(self, sequence: Running) -> None:
-        """All that is left, chunk by chunk."""
-        while (begin := sequence.num_computed) < len(sequence.tokens):
-            end = min(begin + MAX_CHUNK, len(sequence.tokens))
-            assert self.manager.allocate_slots(sequence.name, end, begin)
-            for position in range(begin, end):
-                for place in self.bytes_of(sequence, position):
-                    place.copy_(self.expected(sequence, position))
-            sequence.num_computed = end
-            self.manager.remember_blocks(sequence.name, sequence.tokens, end)
-
-    @precondition(lambda self: any(not each.is_swapped for each in self.sequences))
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
-    def advance(self, data: st.DataObject, tokens: list[int]) -> None:
-        running = [each for each in self.sequences if not each.is_swapped]
-        sequence = data.draw(st.sampled_from(running))
-        if len(sequence.tokens) > 90 or not self.manager.allocate_slots(
-            sequence.name, len(sequence.tokens) + len(tokens), sequence.num_computed
-        ):
-            return
-        sequence.tokens = [*sequence.tokens, *tokens]
-        self.compute(sequence)
-
-    @precondition(lambda self: any(not each.is_swapped for each in self.sequences))
-    @rule(data=st.data(), sampled=st.integers(0, 1))
-    def preempt(self, data: st.DataObject, sampled: int) -> None:
-        running = [each for each in self.sequences if not each.is_swapped]
-        sequence = data.draw(st.sampled_from(running))
-        sequence.is_swapped = self.manager.swap_out(
-            sequence.name, sequence.tokens, sequence.num_computed
-        )
-        sequence.tokens = [*sequence.tokens, sampled]
-        if not sequence.is_swapped:
-            self.manager.free(sequence.name)
-            self.sequences.remove(sequence)
-
-    @precondition(lambda self: any(each.is_swapped for each in self.sequences))
-    @rule(data=st.data())
-    def resume(self, data: st.DataObject) -> None:
-        swapped = [each for each in self.sequences if each.is_swapped]
-        sequence = data.draw(st.sampled_from(swapped))
-        if self.admit(sequence):
-            self.compute(sequence)
-        elif not sequence.is_swapped:
-            self.sequences.remove(sequence)
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(self.sequences))
-        self.sequences.remove(sequence)
-        self.manager.free(sequence.name)
-
-    @rule(fails=st.booleans())
-    def disk(self, fails: bool) -> None:
-        self.memory.fails = fails
-
-    @precondition(lambda self: self.num_started % 7 == 6)
-    @rule()
-    def reset(self) -> None:
-        self.manager.reset_prefix_cache()
-
-    @invariant()
-    def agrees(self) -> None:
-        if not hasattr(self, "manager"):
-            return
-        self.manager.check_integrity()
-        swapped = [each for each in self.sequences if each.is_swapped]
-        assert self.manager.num_swapped == len(swapped)
-        for sequence in self.sequences:
-            if not sequence.is_swapped:
-                for position in range(sequence.num_computed):
-                    want = self.expected(sequence, position)
-                    assert all(torch.equal(b, want) for b in self.bytes_of(sequence, position))
-
-    def teardown(self) -> None:
-        if hasattr(self, "manager"):
-            for sequence in self.sequences:
-                self.manager.free(sequence.name)
-            self.manager.check_integrity()
-            assert self.manager.num_free_blocks == NUM_BLOCKS
-            assert self.manager.swap_space.num_used_slots == 0
-
-
-TestSwapping = SwappingMachine.TestCase
-TestSwapping.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

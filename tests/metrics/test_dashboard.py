@@ -91,7 +91,8 @@ def test_variables() -> None:
 def test_layout() -> None:
     assert BOARD["schemaVersion"] >= 39
     rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Traffic", "Latency", "KV cache", "Formats and clips", "Quality"]
+    kinds = ["Traffic", "Latency", "KV cache", "Swap space", "Formats and clips", "Quality"]
+    assert rows == kinds
     assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
     taken: set[tuple[int, int]] = set()
     for panel in BOARD["panels"]:
@@ -103,3 +104,42 @@ def test_layout() -> None:
     for panel in PANELS:
         assert panel["description"]
         assert panel["datasource"]["uid"] == "${datasource}"
+
+
+def test_what_grafana_wants_of_a_board() -> None:
+    """Keys and types of its dashboard schema, so that it is loaded without an upgrade or a form."""
+    assert {"title", "uid", "schemaVersion", "panels", "templating", "time", "refresh"} <= set(
+        BOARD
+    )
+    assert re.fullmatch(r"[A-Za-z0-9_-]{1,40}", BOARD["uid"])
+    # An id is the database's own; inputs would be asked for by hand.
+    assert BOARD.get("id") is None
+    assert "__inputs" not in BOARD
+    assert set(BOARD["time"]) == {"from", "to"}
+    assert re.fullmatch(r"\d+[smh]", BOARD["refresh"])
+    for variable in BOARD["templating"]["list"]:
+        assert {"name", "type", "query", "hide", "refresh"} <= set(variable)
+
+
+@pytest.mark.parametrize("panel", BOARD["panels"], ids=lambda panel: str(panel["title"]))
+def test_what_grafana_wants_of_a_panel(panel: dict[str, Any]) -> None:
+    assert isinstance(panel["id"], int)
+    assert panel["title"]
+    assert set(panel["gridPos"]) == {"h", "w", "x", "y"}
+    assert all(isinstance(value, int) and value >= 0 for value in panel["gridPos"].values())
+    if panel["type"] == "row":
+        # An open row's panels stand behind it, not in it.
+        assert (panel["gridPos"]["w"], panel["collapsed"], panel["panels"]) == (24, False, [])
+        return
+    assert panel["type"] in ("timeseries", "stat", "table")
+    assert {"datasource", "targets", "fieldConfig", "options"} <= set(panel)
+    assert {"defaults", "overrides"} <= set(panel["fieldConfig"])
+    references = [target["refId"] for target in panel["targets"]]
+    assert references
+    assert len(set(references)) == len(references)
+    for target in panel["targets"]:
+        assert target["datasource"] == panel["datasource"]
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert target["expr"]
+        assert isinstance(target["instant"], bool)
+        assert isinstance(target["range"], bool)

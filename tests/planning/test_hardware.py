@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tightkv.errors import ConfigError
@@ -19,6 +21,34 @@ def test_the_catalog_has_what_was_promised_with_sources() -> None:
         assert 20 * 2**30 < hardware.memory_bytes < 200 * 2**30
         assert 2e11 < hardware.bandwidth < 1e13
         assert 1e14 < hardware.flops < 3e15
+
+
+# GB of the name, and GB/s of the data sheet.
+SHEETS = {
+    "h100-80g": (80, 3350),
+    "h200": (141, 4800),
+    "a100-80g": (80, 2039),
+    "a100-40g": (40, 1555),
+    "l4": (24, 300),
+    "l40s": (48, 864),
+    "rtx4090": (24, 1008),
+    "v100": (32, 900),
+    "b200": (180, 8000),
+    "mi300x": (192, 5300),
+}
+
+
+@pytest.mark.parametrize("key", NAMES)
+def test_figures_are_those_of_the_data_sheet_it_names(key: str) -> None:
+    hardware = known_hardware()[key]
+    size, bandwidth = SHEETS[key]
+    assert hardware.bandwidth == bandwidth * 1e9
+    assert f"{size}GB" in hardware.name
+    # What is reported lies around the GB of the name, which are neither 10^9 nor 2^30 bytes.
+    assert 0.93 * size * 2**30 < hardware.memory_bytes <= 1.075 * size * 10**9
+    sheet, memory = hardware.sources
+    assert re.search("data sheet|whitepaper", sheet)
+    assert memory.startswith("memory as ")
 
 
 @pytest.mark.parametrize("key", NAMES)

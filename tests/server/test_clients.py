@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,50 @@ def test_sync_client(server: LiveServer) -> None:
         completion = client.completions.create(prompt=["a", "b"], logprobs=2, **GREEDY)
         assert len(completion.choices) == 2
         assert completion.choices[1].logprobs is not None
+
+
+def test_tool_calls_come_in_pieces(server: LiveServer) -> None:
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    parameters: Any = {
+        "type": "object",
+        "properties": {"first": digit, "second": digit},
+        "required": ["first", "second"],
+        "additionalProperties": False,
+    }
+    asked: Any = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": parameters}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": 300,
+    }
+    with openai.OpenAI(**options(server)) as client:
+        whole = client.chat.completions.create(**asked).choices[0]
+        with client.chat.completions.stream(**asked) as stream:
+            events = list(stream)
+            streamed = stream.get_final_completion().choices[0]
+    (call,), (same,) = whole.message.tool_calls or (), streamed.message.tool_calls or ()
+    assert call.type == same.type == "function"
+    assert same.function.name == call.function.name == "add"
+    assert same.function.arguments == call.function.arguments
+    assert set(json.loads(call.function.arguments)) == {"first", "second"}
+    assert whole.finish_reason == streamed.finish_reason == "tool_calls"
+    pieces = [
+        event.arguments_delta
+        for event in events
+        if event.type == "tool_calls.function.arguments.delta"
+    ]
+    assert len(pieces) > 10
+    assert "".join(pieces) == call.function.arguments
+    chunks = [event.chunk.choices[0].delta for event in events if event.type == "chunk"]
+    (first, *rest) = [call for delta in chunks for call in delta.tool_calls or ()]
+    assert (first.index, first.type) == (0, "function")
+    assert first.id
+    assert first.function is not None
+    assert (first.function.name, first.function.arguments) == ("add", "")
+    assert {(each.index, each.id) for each in rest} == {(0, None)}
 
 
 def test_async_client(server: LiveServer) -> None:

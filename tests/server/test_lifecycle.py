@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,6 +96,29 @@ def test_full_queue(folder: Path) -> None:
         server.wait_until_idle()
 
 
+def test_of_those_that_come_during_a_step_the_shortest_begins(folder: Path) -> None:
+    go_on = threading.Event()
+    order: list[int] = []
+
+    def ask(num_tokens: int) -> None:
+        with server.client() as client:
+            body = {"prompt": [5] * num_tokens, "max_tokens": 4, "ignore_eos": True}
+            assert client.post(COMPLETION, json=body).status_code == 200
+            order.append(num_tokens)
+
+    with live_server(folder, max_num_seqs=1) as server:
+        threads = [threading.Thread(target=server.call, args=[lambda _: go_on.wait(PATIENCE)])]
+        threads[0].start()
+        for count, num_tokens in enumerate((30, 10, 20), start=1):
+            threads.append(threading.Thread(target=ask, args=[num_tokens]))
+            threads[-1].start()
+            wait_until(partial(lambda n: server.serving.engine.num_unfinished == n, count))
+        go_on.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+    assert order == [10, 20, 30]
+
+
 def test_api_keys(folder: Path) -> None:
     with live_server(folder, {"api_key": ("secret", "other")}) as server, server.client() as client:
         for path in ("/health", "/metrics", "/version", "/"):
@@ -135,6 +161,37 @@ def test_a_failed_step_ends_its_requests_alone(folder: Path) -> None:
         assert failed.status_code == 500
         assert "out of luck" in failed.json()["error"]["message"]
         assert client.post(COMPLETION, json={**LONG, "max_tokens": 3}).status_code == 200
+        server.wait_until_idle()
+
+
+def test_a_form_that_leaves_nothing_to_sample_ends_its_request_alone(tmp_path: Path) -> None:
+    """The model has ids below 100 only, and so none for an é."""
+    small = {"vocab_size": 100, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    folder = save_tiny_model(tmp_path / "llama", **small)
+    with (
+        live_server(folder) as server,
+        server.client() as client,
+        ThreadPoolExecutor(1) as other,
+    ):
+        before = client.post(COMPLETION, json=LONG).json()["choices"][0]["text"]
+        beside = other.submit(client.post, COMPLETION, json=LONG)
+        asked = {"prompt": "abc", "max_tokens": 9, "min_tokens": 9}
+        for regex, words in (("éa", "begins"), ("aaé", "structured_outputs")):
+            answer = client.post(COMPLETION, json={**asked, "structured_outputs": {"regex": regex}})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+            assert words in error["message"]
+            assert "\n" not in error["message"]
+        body = {**asked, "structured_outputs": {"regex": "aaé"}, "stream": True}
+        answer = client.post(COMPLETION, json=body)
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert answer.status_code == 200
+        first, *_, last = map(json.loads, events[:-1])
+        assert first["choices"][0]["text"] == "a"
+        assert last["error"]["type"] == "invalid_request_error"
+        assert "structured_outputs" in last["error"]["message"]
+        assert events[-1] == "[DONE]"
+        assert beside.result(PATIENCE).json()["choices"][0]["text"] == before
         server.wait_until_idle()
 
 
@@ -204,6 +261,21 @@ def test_disorder_ends_the_engine_at_once(folder: Path, caplog: pytest.LogCaptur
 
 
 POOL = ("--kv-cache-memory-bytes", "4M")
+
+
+def test_totals_when_it_stops(folder: Path) -> None:
+    """With room for one of the sequences at its end, and no token reserved."""
+    pool: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 18, "swap_space": 0.001}
+    with live_server(folder, **pool, preemption_mode="swap") as server, server.client() as client:
+        server.call(lambda engine: setattr(engine.scheduler, "num_reserved_tokens", 0))
+        body = {**LONG, "prompt": ["abc", "def"], "max_tokens": 400}
+        assert client.post(COMPLETION, json=body).status_code == 200
+    totals, stats = server.monitor.totals(), server.monitor._latest_snapshot().stats
+    assert stats.num_swaps > 0
+    assert totals.startswith("2 requests, 6 prompt tokens and 800 generated; ")
+    assert f"; {stats.num_preemptions} preemptions, by which 0 tokens were lost; " in totals
+    out, back = re.findall(r"(?:swapped out|in) ([\d,]+)", totals)
+    assert int(out.replace(",", "")) >= int(back.replace(",", "")) > 1000
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine_states import BLOCK_BYTES, FULL, pool, snapshot, state
+from engine_states import BLOCK_BYTES, FULL, pool, snapshot, state, swapping
 from page_server import PageServer, page_server
 from tightkv.metrics import GroupSnapshot
 from tightkv.server.state import QualitySummary
@@ -102,6 +102,23 @@ def test_it_shows_the_state(server: PageServer, watched: Watched) -> None:
     expect(page.locator("#quality")).to_contain_text("0.00043")
     assert watched.console == []
     assert all(url.startswith((server.url, "data:")) for url in watched.requested)
+
+
+def test_swap_space_is_shown_where_there_is_one(server: PageServer, watched: Watched) -> None:
+    page = watched.open(server)
+    expect(page.locator("h1")).to_have_text("SmolLM2-135M-Instruct")
+    expect(page.locator("#swap")).to_be_hidden()
+    server.state = state(swapping())
+    expect(page.locator("#swap-note")).to_have_text(
+        "11.1 MiB of sequences and 218 MiB of prefixes in 1.00 GiB"
+    )
+    for term, figure in (
+        ("Swapped sequences", "2"),
+        ("Blocks in", "1,621"),
+        ("Bytes in", "294 MiB"),
+    ):
+        expect(page.locator("#swap-figures div", has_text=term)).to_have_text(term + figure)
+    assert watched.console == []
 
 
 def test_it_refreshes_without_moving(server: PageServer, watched: Watched) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine_states import BLOCK_BYTES, FULL, NOW, layers, pool, snapshot, state, tensor
+from engine_states import BLOCK_BYTES, FULL, NOW, layers, pool, snapshot, state, swapping, tensor
 from tightkv.metrics import EngineStats, GroupSnapshot, LayerSnapshot, PoolSnapshot
 from tightkv.server.history import History
 from tightkv.server.state import MAX_CELLS, PoolState, QualitySummary, ServerFacts, build
@@ -61,6 +61,22 @@ def test_few_blocks_have_a_cell_each() -> None:
 def test_prefix_hits_are_a_share_of_the_prompt_tokens() -> None:
     assert state()["prefix_hit_rate"] == pytest.approx(611_227 / 1_421_460)
     assert _build(replace(snapshot(), stats=EngineStats()))["prefix_hit_rate"] is None
+
+
+def test_swap_space_is_null_without_one() -> None:
+    assert state()["swap"] is None
+    assert state(swapping())["swap"] == {
+        "total": 5650 * BLOCK_BYTES,
+        "in_use": 61 * BLOCK_BYTES,
+        "kept": 1203 * BLOCK_BYTES,
+        "block_bytes": BLOCK_BYTES,
+        "sequences": 2,
+        "blocks": 61,
+        "swaps": 23,
+        "fallbacks": 1,
+        "blocks_out": 1804,
+        "blocks_in": 1621,
+    }
 
 
 def test_requests_have_an_age_where_it_is_known() -> None:

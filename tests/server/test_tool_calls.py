@@ -81,6 +81,17 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         [("add", {"a": 1}), ("now", {})],
     ),
     ("llama3_json", '{"name": "now"}; then', "; then", [("now", {})]),
+    ("mistral", '[TOOL_CALLS][{"name": "now"}, 5] x', ", 5] x", [("now", {})]),
+    # Once its arguments are open it is a call, and they are the model's words.
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}', "", [("add", '{"a": NaN}')]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\', "", [("add", '{"a": "\\')]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {} </tool_call>.', ".", [("now", {})]),
+    (
+        "llama3_json",
+        '{"type": "function", "name": "n\\u006fw", "parameters": { }, "x": "}"} Done.',
+        "Done.",
+        [("now", {})],
+    ),
 ]
 NO_CALLS = [
     ("hermes", "a <tool_call> is\n a tag <tool"),
@@ -88,7 +99,7 @@ NO_CALLS = [
     ("hermes", '<tool_call>{"name": now}'),
     ("hermes", ' <tool_call>{"name": "now'),
     ("hermes", '<tool_call>{"name": "now", "arguments": [1]}'),
-    ("hermes", '<tool_call>{"name": "now", "arguments": {"x": NaN}}'),
+    ("hermes", '<tool_call>{"arguments": {"x": NaN}, "name": "now"}'),
     ("hermes", '{"name": "now"}'),
     ("mistral", "[TOOL_CALLS] []"),
     ("llama3_json", '{"answer": 5}\n'),
@@ -117,16 +128,22 @@ def read(reader: ToolCallReader, pieces: Iterable[str]) -> list[Delta]:
 
 
 def content_and_calls(deltas: Sequence[Delta]) -> tuple[str, list[tuple[str, Any]]]:
-    """What a client makes of deltas."""
-    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-    assert [call["index"] for call in calls] == list(range(len(calls)))
-    assert all(call["type"] == "function" for call in calls)
-    assert len({call["id"] for call in calls}) == len(calls)
-    functions = [call["function"] for call in calls]
-    return (
-        "".join(delta.get("content", "") for delta in deltas),
-        [(function["name"], json.loads(function["arguments"])) for function in functions],
-    )
+    """What a client makes of deltas; arguments that are no JSON are left as they are."""
+    names, arguments, ids = [], [], set()
+    for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
+        if "id" in call:
+            assert (call["index"], call["type"]) == (len(names), "function")
+            names.append(call["function"]["name"])
+            arguments.append("")
+            ids.add(call["id"])
+        else:
+            assert set(call) == {"index", "function"}
+            assert set(call["function"]) == {"arguments"}
+        assert call["index"] == len(names) - 1
+        arguments[-1] += call["function"]["arguments"]
+    assert len(ids) == len(names)
+    content = "".join(delta.get("content", "") for delta in deltas)
+    return content, [*zip(names, map(_decoded, arguments), strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -149,33 +166,41 @@ class TestReader:
         for pieces in ([text], text):
             assert content_and_calls(read(plan(style).new_reader(), pieces)) == (text, [])
 
-    def test_a_call_is_told_when_it_is_whole(self) -> None:
+    def test_a_call_is_told_by_its_name_and_then_its_arguments_as_they_come(self) -> None:
         reader = plan().new_reader()
         assert reader.feed("Well, ") == [{"content": "Well,"}]
         assert reader.feed("<tool_call>") == []
-        assert reader.feed('\n{"name": "now", "arguments": {}') == []
-        (delta,) = reader.feed("}")
+        assert reader.feed('\n{"name": "add", "arguments": ') == []
+        delta, more = reader.feed('{"a"')
         (call,) = delta["tool_calls"]
         assert call["id"].startswith("call_")
         assert {**call, "id": ""} == {
             "index": 0,
             "id": "",
             "type": "function",
-            "function": {"name": "now", "arguments": "{}"},
+            "function": {"name": "add", "arguments": ""},
         }
-        assert reader.feed("\n</tool_call>") == reader.finish() == []
+        assert more == {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]}
+        (more,) = reader.feed(": 1}")
+        assert more == {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}
+        assert reader.feed("}\n</tool_call>") == reader.finish() == []
+
+    def test_a_call_written_in_another_way_is_told_when_it_is_whole(self) -> None:
+        reader = plan().new_reader()
+        assert reader.feed('<tool_call>{"arguments": {"a": 1}, "name": "add"') == []
+        (delta,) = reader.feed("}")
+        assert delta["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
 
     @pytest.mark.parametrize("style", STYLES)
     def test_a_call_that_was_cut_is_no_content_where_there_must_be_calls(self, style: str) -> None:
         text = {
             "hermes": '<tool_call>\n{"name": "now"}\n</tool_call>\n<tool_call>\n{"name": "no',
-            "mistral": '[TOOL_CALLS][{"name": "now"}',
+            "mistral": '[TOOL_CALLS][{"name": "now"}, {"na',
             "llama3_json": '{"name": "now"}; {"na',
         }[style]
         for pieces in ([text], text):
             reader = plan(style, "required").new_reader()
-            calls: list[tuple[str, Any]] = [] if style == "mistral" else [("now", {})]
-            assert content_and_calls(read(reader, pieces)) == ("", calls)
+            assert content_and_calls(read(reader, pieces)) == ("", [("now", {})])
 
     @pytest.mark.parametrize("choice", ["none", None])
     def test_without_tools_text_is_left_as_it_is(self, choice: str | None) -> None:
@@ -212,6 +237,7 @@ PARTS = st.sampled_from(
         *(" ", "text", '"', "\\", "{", "}", '{"a": 1}', '{"name": "now", "arguments": {}}'),
         *('{"name": "add", "parameters": {"a": "}\\"<tool_call>"}}', '[{"name": "now"}, 5]'),
         '[{"name": "now", "arguments": {}}, {"name": "add", "arguments": {"a": null}}]',
+        '{"name": "add", "arguments": {"a": "',
     ]
 )
 
@@ -378,6 +404,16 @@ class TestMessages:
     def test_what_is_malformed_is_refused(self, calls: Any) -> None:
         with pytest.raises(RequestError):
             with_arguments_as_objects({"role": "assistant", "tool_calls": calls})
+
+
+def _decoded(arguments: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        return json.loads(arguments, parse_constant=refuse)
+    except ValueError:
+        return arguments
 
 
 def _made(

@@ -107,11 +107,16 @@ class DatasetConfig:
                 f"{', '.join(DATASETS[1:])}, and is needed there: "
                 f"{'leave it out' if self.path else 'name the file'}."
             )
-        least = {"num_prompts": 1, "input_len": 1, "output_len": 1, "prefix_len": 0}
-        for name, limit in least.items():
-            value = getattr(self, name)
+        least = (
+            ("--num-prompts", self.num_prompts, 1),
+            ("--input-len", self.input_len, 1),
+            ("--output-len", self.output_len, 1),
+            ("--random-prefix-len", self.prefix_len, 0),
+            ("--max-model-len", self.max_request_len, 1),
+        )
+        for flag, value, limit in least:
             if value is not None and value < limit:
-                raise ConfigError(f"--{name.replace('_', '-')} is {value}: at least {limit}.")
+                raise ConfigError(f"{flag} is {value}: give a number from {limit} on.")
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(
                 f"--random-range-ratio is {self.range_ratio:g}: give a number from 0 to below 1."

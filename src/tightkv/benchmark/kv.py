@@ -11,11 +11,10 @@ import torch
 
 from tightkv.benchmark.arm import read_options
 from tightkv.benchmark.kv_arm import ArmJob, ArmResult, measure_arm, measure_in_process
-from tightkv.benchmark.prediction import Prediction, predict
+from tightkv.benchmark.prediction import Prediction, pool_for, predict
 from tightkv.benchmark.slope import break_even_context, choose_contexts
 from tightkv.calibration.progress import Progress, no_progress
-from tightkv.config import EngineConfig
-from tightkv.engine.arm_spec import ArmSpec, parse_arms
+from tightkv.engine.arm_spec import parse_arms
 from tightkv.errors import ConfigError
 from tightkv.models import LoadedModel
 
@@ -23,7 +22,6 @@ __all__ = ["KVReport", "KVRow", "bench_kv"]
 
 _DEFAULT_REQUESTS = 4  # that the default pool holds in the first precision
 _LONGEST_CONTEXT = 8192
-_ANY_POOL = 2**30  # to ask what a token takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +40,6 @@ class KVRow:
     result: ArmResult
     predicted: Prediction
     break_even: float | None
-
-    def max_requests(self, request_len: int) -> float:
-        """Requests of this length that fit at once: the pool's tokens over the length."""
-        return self.result.pool_tokens / request_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +85,6 @@ class KVReport:
         return {
             "kv_cache_dtype": row.name,
             **asdict(row.result),
-            "max_requests": row.max_requests(self.request_len),
             "break_even_context": row.break_even,
             "predicted": asdict(row.predicted),
             "ratios": self.ratios(row),
@@ -103,6 +96,7 @@ class KVReport:
         ratios = {
             "bytes_per_token": own.bytes_per_token / base.bytes_per_token,
             "pool_tokens": own.pool_tokens / base.pool_tokens,
+            "max_requests": own.max_requests / base.max_requests,
             "peak_bytes": own.peak_bytes / base.peak_bytes,
         }
         names = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "mean_itl_ms")
@@ -152,7 +146,9 @@ def bench_kv(
     _check_counts(num_prompts=num_prompts, input_len=input_len, output_len=output_len)
     config, loaded = read_options(model, options)
     request_len = input_len + output_len
-    pool_bytes = config.cache.kv_cache_memory_bytes or _default_pool(config, arms[0], request_len)
+    pool_bytes = config.cache.kv_cache_memory_bytes or pool_for(
+        config, arms[0], request_len, _DEFAULT_REQUESTS
+    )
     predicted = predict(config, arms, request_len, pool_bytes)
     for arm, plan in zip(arms, predicted, strict=True):
         _check_fits(arm.name, plan, request_len, pool_bytes)
@@ -196,14 +192,6 @@ def _break_even(result: ArmResult, base: ArmResult) -> float | None:
     if result.itl is None or base.itl is None or result is base:
         return None
     return break_even_context(result.itl, base.itl)
-
-
-def _default_pool(config: EngineConfig, arm: ArmSpec, request_len: int) -> int:
-    """Bytes for some requests in this precision."""
-    block_size = config.cache.block_size
-    (plan,) = predict(config, [arm], request_len, _ANY_POOL)
-    num_blocks = _DEFAULT_REQUESTS * -(-request_len // block_size)
-    return math.ceil(num_blocks * block_size * plan.bytes_per_token)
 
 
 def _check_fits(name: str, plan: Prediction, request_len: int, pool_bytes: int) -> None:

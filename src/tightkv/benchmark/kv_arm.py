@@ -71,7 +71,8 @@ class ArmResult:
         v_format: of V.
         bytes_per_token: in all layers.
         pool_bytes: as allocated.
-        pool_tokens: that the pool holds.
+        pool_tokens: that the pool holds in all layers, as if none had left a window.
+        max_requests: of the asked length that fit at once.
         figures: of the load, under the keys of vLLM's result files.
         peak_running: most requests in one step.
         mean_running: requests in a step, weighted by its time.
@@ -86,6 +87,7 @@ class ArmResult:
     bytes_per_token: float
     pool_bytes: int
     pool_tokens: int
+    max_requests: float
     figures: Mapping[str, Any]
     peak_running: int
     mean_running: float
@@ -137,6 +139,7 @@ def measure_arm(
         bytes_per_token=engine.plan.bytes_per_token,
         pool_bytes=engine.storage.num_bytes,
         pool_tokens=engine.plan.num_tokens,
+        max_requests=engine.plan.max_concurrency(job.input_len + job.output_len),
         figures=summarize(load.timings, load.seconds, percentiles=job.percentiles).as_json(),
         peak_running=load.peak_running,
         mean_running=load.mean_running,

@@ -189,7 +189,7 @@ def kv_table(report: KVReport) -> TextTable:
         _kv_line(
             report,
             f"requests of {length:,} tokens that fit",
-            lambda row: f"{row.max_requests(length):.2f}",
+            lambda row: f"{row.result.max_requests:.2f}",
         ),
         _kv_line(report, "  planned", lambda row: f"{row.predicted.max_requests:.2f}"),
         _kv_line(report, "requests in a step, mean", lambda row: f"{row.result.mean_running:.2f}"),
@@ -263,7 +263,7 @@ def _break_even(row: KVRow) -> str:
 
 def _kv_notes(report: KVReport) -> tuple[str, ...]:
     notes = []
-    saturated = max(row.max_requests(report.request_len) for row in report.rows)
+    saturated = max(row.result.max_requests for row in report.rows)
     if report.num_prompts < saturated:
         notes.append(
             f"{report.num_prompts} requests do not fill the roomiest pool ({saturated:.1f} fit): "

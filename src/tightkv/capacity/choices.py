@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from tightkv.capacity.source import ModelSource
 from tightkv.config import CacheConfig, EngineConfig
-from tightkv.engine.arm_spec import parse_arm
+from tightkv.engine.arm_spec import parse_arms
 from tightkv.engine.policy import PolicySources, dtypes_of, resolve_policy, skipped_layers
 from tightkv.engine.resolve import check_config, resolve_specs
 from tightkv.errors import CheckpointError, ConfigError
@@ -26,7 +26,7 @@ __all__ = ["format_choices"]
 
 
 def format_choices(
-    entries: Sequence[str],
+    entries: str | Sequence[str],
     source: ModelSource,
     geometry: ModelGeometry,
     dtype: torch.dtype,
@@ -37,7 +37,7 @@ def format_choices(
     """What each entry makes each layer store.
 
     Args:
-        entries: cache precisions as `parse_arm` reads them; several in one with commas.
+        entries: cache precisions as `parse_arms` reads them.
         source: the model.
         geometry: its layers.
         dtype: what "auto" stands for.
@@ -49,13 +49,11 @@ def format_choices(
         ConfigError: for an entry that is not known, or that contradicts the other settings.
         ScaleError: for a scales file that does not fit the model.
     """
-    if not entries:
-        raise ConfigError("No KV cache format was given: name at least one, as int8.")
     choices = []
-    for entry in (entry for some in entries for entry in some.split(",")):
-        settings = parse_arm(entry, cache.kv_cache_dtype_skip_layers).cache_config(cache)
+    for arm in parse_arms(entries, cache.kv_cache_dtype_skip_layers):
+        settings = arm.cache_config(cache)
         check_config(EngineConfig(cache=settings))
-        name = dtype_name(dtype) if entry == CacheConfig().kv_cache_dtype else entry
+        name = dtype_name(dtype) if arm.name == CacheConfig().kv_cache_dtype else arm.name
         if latent is not None:
             specs = _latent_specs(settings, latent, dtype, static)
         else:

@@ -42,7 +42,7 @@ def plan(
     num_gpus: int | None = None,
     max_model_len: int | None = None,
     typical_len: int | None = None,
-    kv_cache_dtypes: Sequence[str] = DEFAULT_KV_CACHE_DTYPES,
+    kv_cache_dtypes: str | Sequence[str] = DEFAULT_KV_CACHE_DTYPES,
     kv_cache_dtype_skip_layers: Sequence[str] = (),
     static: bool = False,
     gpu_memory_utilization: float = 0.9,
@@ -170,7 +170,10 @@ def _devices(
 
 def _typical(given: int | None, longest: int) -> int:
     if given is not None and given > longest:
-        raise ConfigError(f"typical_len is {given}, more than max_model_len ({longest}): lower it.")
+        raise ConfigError(
+            f"A request of {given:,} tokens is longer than the {longest:,} of max_model_len: "
+            "shorten it, or raise max_model_len."
+        )
     return given or min(_TYPICAL_LEN, longest)
 
 

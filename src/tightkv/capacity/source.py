@@ -68,7 +68,9 @@ def read_source(model: str, revision: str | None = None) -> ModelSource:
     if path.is_dir() or path.suffix == ".json":
         return _folder(path)
     if path.exists():
-        raise CheckpointError(f"{path} is neither a folder, nor a config.json, nor a GGUF file.")
+        raise CheckpointError(
+            f"{path} is neither a folder, nor a config.json, nor a GGUF file: give one of them."
+        )
     try:
         validate_repo_id(model)
     except HFValidationError as error:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tightkv.benchmark import (
     LatencySweep,
@@ -13,32 +12,29 @@ from tightkv.benchmark import (
     bench_latency,
     bench_throughput,
     parse_numbers,
-    parse_percentiles,
 )
 from tightkv.benchmark.plots import plot_kv, plot_latency, plot_throughput
-from tightkv.benchmark.tables import TextTable, kv_table, latency_table, throughput_table
+from tightkv.benchmark.tables import kv_table, latency_table, throughput_table
 from tightkv.cli.bench_flags import (
-    WRONG_INPUT,
-    OneSentenceParser,
     add_data_flags,
     add_output_flags,
     add_percentiles,
+    check_figures,
     check_outputs,
     data_config,
-    show,
-    write_files,
+    finish,
 )
 from tightkv.cli.bench_serve import add_serve_parser
 from tightkv.cli.options import add_flags, given_options
+from tightkv.cli.parser import add_formats_flag
 from tightkv.cli.progress import progress_bars
 from tightkv.errors import ConfigError
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 __all__ = ["add_parser"]
 
-_PRECISIONS = "with commas: int8,fp8_e4m3; @FILE behind one names its scales file, int8/fp8_e4m3 is"
+_PRECISIONS = (
+    "cache precisions; @FILE behind one names its scales file, int8/fp8_e4m3 is K and V apart"
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -49,8 +45,8 @@ def add_parser(commands: Any) -> None:
         description="Measures how fast a model is served, with the flags and figures of `vllm "
         "bench` and of llama-bench.",
     )
-    parser.set_defaults(run=_say_what, status_of_bad_input=WRONG_INPUT)
-    kinds = parser.add_subparsers(dest="kind", metavar="WHAT", parser_class=OneSentenceParser)
+    parser.set_defaults(run=_say_what)
+    kinds = parser.add_subparsers(dest="kind", metavar="WHAT")
     _add_throughput(kinds)
     _add_latency(kinds)
     add_serve_parser(kinds)
@@ -69,7 +65,7 @@ def _add_throughput(kinds: Any) -> None:
         "process, and tells the rates.",
         conflict_handler="resolve",
     )
-    _add_engine_flags(parser, "auto")
+    _add_engine_flags(parser, ("auto",))
     add_data_flags(parser)
     add_percentiles(parser.add_argument_group("figures"), "50,99")
     add_output_flags(parser, repetitions=1)
@@ -84,7 +80,7 @@ def _add_latency(kinds: Any) -> None:
         "with commas are combined, as in llama-bench.",
         conflict_handler="resolve",
     )
-    _add_engine_flags(parser, "auto")
+    _add_engine_flags(parser, ("auto",))
     batch = parser.add_argument_group("batch")
     lists = {
         "--batch-size": ("8", "sequences"),
@@ -110,7 +106,7 @@ def _add_kv(kinds: Any) -> None:
         "says. The first precision is what the others are compared with.",
         conflict_handler="resolve",
     )
-    _add_engine_flags(parser, "float16,int8")
+    _add_engine_flags(parser, ("float16", "int8"))
     load = parser.add_argument_group("requests")
     load.add_argument(
         "--num-prompts",
@@ -129,14 +125,9 @@ def _add_kv(kinds: Any) -> None:
     parser.set_defaults(run=_kv)
 
 
-def _add_engine_flags(parser: argparse.ArgumentParser, precisions: str) -> None:
+def _add_engine_flags(parser: argparse.ArgumentParser, precisions: tuple[str, ...]) -> None:
     add_flags(parser)
-    parser.add_argument(
-        "--kv-cache-dtype",
-        default=precisions,
-        metavar="LIST",
-        help=f"cache precisions, {_PRECISIONS} K and V apart (default: {precisions})",
-    )
+    add_formats_flag(parser, precisions, _PRECISIONS)
     for flag in ("--k-cache-dtype", "--v-cache-dtype", "--quantization-config-path"):
         parser.add_argument(
             flag, action=_InPrecision, default=argparse.SUPPRESS, help=argparse.SUPPRESS
@@ -156,9 +147,8 @@ class _InPrecision(argparse.Action):
 
 
 def _throughput(arguments: argparse.Namespace) -> int:
-    check_outputs(arguments)
+    percentiles = check_figures(arguments)
     data = data_config(arguments, None)
-    percentiles = parse_percentiles(arguments.metric_percentiles)
     with progress_bars() as progress:
         report = bench_throughput(
             **_engine_options(arguments),
@@ -167,7 +157,7 @@ def _throughput(arguments: argparse.Namespace) -> int:
             percentiles=percentiles,
             progress=progress,
         )
-    _finish(arguments, throughput_table(report), report.as_json(), partial(plot_throughput, report))
+    finish(arguments, throughput_table(report), report.as_json(), partial(plot_throughput, report))
     return 0
 
 
@@ -183,13 +173,12 @@ def _latency(arguments: argparse.Namespace) -> int:
     )
     with progress_bars() as progress:
         report = bench_latency(**_engine_options(arguments), sweep=sweep, progress=progress)
-    _finish(arguments, latency_table(report), report.as_json(), partial(plot_latency, report))
+    finish(arguments, latency_table(report), report.as_json(), partial(plot_latency, report))
     return 0
 
 
 def _kv(arguments: argparse.Namespace) -> int:
-    check_outputs(arguments)
-    percentiles = parse_percentiles(arguments.metric_percentiles)
+    percentiles = check_figures(arguments)
     with progress_bars() as progress:
         report = bench_kv(
             **_engine_options(arguments),
@@ -201,18 +190,8 @@ def _kv(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             progress=progress,
         )
-    _finish(arguments, kv_table(report), report.as_json(), partial(plot_kv, report))
+    finish(arguments, kv_table(report), report.as_json(), partial(plot_kv, report))
     return 0
-
-
-def _finish(
-    arguments: argparse.Namespace,
-    table: TextTable,
-    document: Mapping[str, Any],
-    draw: Callable[[], Figure],
-) -> None:
-    show(arguments, table, document)
-    write_files(arguments, table, document, draw)
 
 
 def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:

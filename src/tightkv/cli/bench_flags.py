@@ -7,12 +7,12 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tightkv.benchmark import DATASETS, DatasetConfig
+from tightkv.benchmark import DATASETS, DatasetConfig, parse_percentiles
 from tightkv.benchmark.plots import check_plot, write_plot
 from tightkv.benchmark.tables import TextTable, as_csv, as_markdown
 from tightkv.errors import ConfigError
@@ -22,42 +22,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "WRONG_INPUT",
-    "OneSentenceParser",
     "add_data_flags",
     "add_output_flags",
     "add_percentiles",
+    "check_figures",
     "check_outputs",
     "data_config",
-    "show",
-    "write_files",
+    "finish",
     "write_json",
 ]
 
-WRONG_INPUT = 2
-"""Exit status after a wrong flag."""
-
 _FORMATS = ("table", "md", "csv", "json")
 _PIPE_WIDTH = 140
-
-
-class OneSentenceParser(argparse.ArgumentParser):
-    """Answers a wrong flag in one sentence, with exit status 2."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(WRONG_INPUT, f"error: {message}\n")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        try:
-            parsed, unknown = super().parse_known_args(args, namespace)
-        except ConfigError as error:
-            self.error(str(error))
-        if unknown:
-            self.error(
-                f"Unknown argument {unknown[0]!r}: `{self.prog} --help` lists what there is; leave "
-                "it out."
-            )
-        return parsed, unknown
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
@@ -171,8 +147,42 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         check_plot(arguments.plot)
 
 
-def show(arguments: argparse.Namespace, table: TextTable, document: Mapping[str, Any]) -> None:
-    """Print the table in the form asked for."""
+def check_figures(arguments: argparse.Namespace) -> tuple[float, ...]:
+    """The percentiles asked for; notices what `check_outputs` does.
+
+    Raises:
+        ConfigError: also for percentiles that are none.
+    """
+    check_outputs(arguments)
+    return parse_percentiles(arguments.metric_percentiles)
+
+
+def finish(
+    arguments: argparse.Namespace,
+    table: TextTable,
+    document: Mapping[str, Any],
+    draw: Callable[[], Figure],
+    *,
+    has_table: bool = True,
+) -> None:
+    """Print the table in the form asked for, and write what `--output-json` and `--plot` name.
+
+    Args:
+        arguments: of a benchmark.
+        table: of its figures.
+        document: all figures; its "rows" are those of the CSV.
+        draw: makes the plot.
+        has_table: False leaves the table out where another form was not asked for.
+    """
+    if has_table or arguments.output != "table":
+        _show(arguments, table, document)
+    if arguments.output_json is not None:
+        write_json(arguments.output_json, document)
+    if arguments.plot is not None:
+        write_plot(arguments.plot, draw(), table)
+
+
+def _show(arguments: argparse.Namespace, table: TextTable, document: Mapping[str, Any]) -> None:
     if arguments.output == "json":
         print(json.dumps(document, indent=2, ensure_ascii=False))
     elif arguments.output == "csv":
@@ -181,19 +191,6 @@ def show(arguments: argparse.Namespace, table: TextTable, document: Mapping[str,
         print(as_markdown(table))
     else:
         _print(table)
-
-
-def write_files(
-    arguments: argparse.Namespace,
-    table: TextTable,
-    document: Mapping[str, Any],
-    draw: Callable[[], Figure],
-) -> None:
-    """Write what `--output-json` and `--plot` ask for."""
-    if arguments.output_json is not None:
-        write_json(arguments.output_json, document)
-    if arguments.plot is not None:
-        write_plot(arguments.plot, draw(), table)
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:

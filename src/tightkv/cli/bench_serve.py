@@ -26,7 +26,6 @@ from tightkv.benchmark import (
     find_model,
     parse_address,
     parse_goodput,
-    parse_percentiles,
 )
 from tightkv.benchmark.plots import plot_serve
 from tightkv.benchmark.tables import console_block, serve_table
@@ -34,10 +33,9 @@ from tightkv.cli.bench_flags import (
     add_data_flags,
     add_output_flags,
     add_percentiles,
-    check_outputs,
+    check_figures,
     data_config,
-    show,
-    write_files,
+    finish,
     write_json,
 )
 from tightkv.cli.progress import progress_bars
@@ -49,6 +47,7 @@ from tightkv.models.loader import load_tokenizer
 __all__ = ["add_serve_parser"]
 
 _BACKENDS = {"openai": COMPLETIONS, "vllm": COMPLETIONS, "openai-chat": CHAT}
+_EXAMPLE = '{"top_k": 5}'
 _SAMPLING = {
     "temperature": float,
     "top_p": float,
@@ -194,13 +193,14 @@ def _add_figure_flags(figures: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_outputs(arguments)
+    percentiles = check_figures(arguments)
     data_config(arguments, arguments.max_model_len)
     loads = _loads(arguments)
     for load in loads:
         load.check()
+    if arguments.num_warmups < 0:
+        raise ConfigError(f"--num-warmups is {arguments.num_warmups}: give a number from 0 on.")
     metrics = _metrics(arguments.percentile_metrics)
-    percentiles = parse_percentiles(arguments.metric_percentiles)
     goodput = parse_goodput(arguments.goodput)
     folder = check_folder(arguments.result_dir) if arguments.save_result else None
     target, tokenizer, longest = _target(arguments)
@@ -231,9 +231,8 @@ def _show(report: ServeReport, arguments: argparse.Namespace, metrics: tuple[str
         for note in report.notes:
             print(note)
     document = {"benchmark": "serve", "rows": [report.as_json(run) for run in report.runs]}
-    if arguments.output != "table" or len(report.runs) > 1:
-        show(arguments, table, document)
-    write_files(arguments, table, document, partial(plot_serve, report))
+    draw = partial(plot_serve, report)
+    finish(arguments, table, document, draw, has_table=len(report.runs) > 1)
 
 
 def _loads(arguments: argparse.Namespace) -> list[LoadConfig]:
@@ -338,7 +337,9 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON ({error.msg})") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no JSON ({error.msg}): give an object, as {_EXAMPLE}"
+        ) from error
     if not isinstance(document, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object: give one, as {_EXAMPLE}")
     return document

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tightkv.calibration import read_documents
 from tightkv.cli.options import EVALUATION_PART, add_flags, given_options
+from tightkv.cli.parser import add_formats_flag
 from tightkv.cli.progress import progress_bars
 from tightkv.config import ModelConfig
 from tightkv.evaluation import EvaluationReport, evaluate
@@ -30,12 +31,11 @@ def add_parser(commands: Any) -> None:
         "again.",
     )
     add_flags(parser, parts=("model", EVALUATION_PART))
-    parser.add_argument(
-        "--kv-cache-dtype",
-        default="int8",
-        metavar="LIST",
-        help="what is measured, with commas: int8,fp8_e4m3; @FILE behind one names its scales "
-        "file (auto@FILE: as the file says), int8/fp8_e4m3 is K and V apart (default: int8)",
+    add_formats_flag(
+        parser,
+        ("int8",),
+        "what is measured; @FILE behind one names its scales file (auto@FILE: as the file says), "
+        "int8/fp8_e4m3 is K and V apart",
     )
     parser.add_argument(
         "--data",

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from tightkv import __version__
 from tightkv.cli import bench, calibrate, eval, generate, plan, serve
-from tightkv.errors import ConfigError, EngineError, TightKVError
+from tightkv.cli.parser import OneSentenceParser
+from tightkv.errors import EngineError, TightKVError
 
 __all__ = ["main", "make_parser"]
 
@@ -22,12 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A wrong input is one sentence on stderr."""
     arguments_given = sys.argv[1:] if argv is None else list(argv)
     try:
-        arguments, unknown = make_parser().parse_known_args(arguments_given)
-        if unknown:
-            raise ConfigError(
-                f"Unknown argument {unknown[0]!r}: `tightkv {arguments.command} --help` lists what "
-                "there is; leave it out."
-            )
+        arguments = make_parser().parse_args(arguments_given)
         _log_to_stderr(arguments.quiet)
         status: int = arguments.run(arguments)
     except TightKVError as error:
@@ -46,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = OneSentenceParser(
         prog="tightkv",
         description="LLM inference on a paged, quantized, calibrated and measured KV cache.",
     )

@@ -17,7 +17,11 @@ EVALUATION_PART = "evaluation"
 SERVER_PART = "server"
 _PARTS = {**PARTS, EVALUATION_PART: EvaluationConfig, SERVER_PART: ServerConfig}
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_UNITS = {
+    "": 1,
+    **{unit: 10**power for unit, power in zip("KMGT", (3, 6, 9, 12), strict=True)},
+    **{f"{unit}I": 2**power for unit, power in zip("KMGT", (10, 20, 30, 40), strict=True)},
+}
 
 
 def add_flags(parser: argparse.ArgumentParser, parts: Collection[str] = tuple(PARTS)) -> None:
@@ -49,13 +53,20 @@ def given_options(
     options = [option for part in parts for option in fields(_PARTS[part])]
     for option in options:
         if option.metadata.get("positional") and option.name not in given:
-            raise ConfigError(f"{option.name.upper()} is missing: {option.metadata['help']}.")
+            raise ConfigError(
+                f"{option.name.upper()} is missing: give it in front of the flags, a "
+                f"{option.metadata['help']}."
+            )
     return {option.name: given[option.name] for option in options if option.name in given}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size, as `512M` (10^6), `2GiB` (2^30), or without a unit."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?)B?", text.strip().upper())
+    """Bytes of a size, as `512M` (10^6), `2GiB` (2^30), or without a unit.
+
+    Raises:
+        argparse.ArgumentTypeError: names what is wrong.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no size: give bytes, or a number with K, M, G, KiB, MiB or GiB"

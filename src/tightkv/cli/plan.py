@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from tightkv.capacity import DEFAULT_KV_CACHE_DTYPES, Comparison, compare, plan, read_server
-from tightkv.errors import ConfigError
+from tightkv.cli.options import parse_bytes
+from tightkv.cli.parser import add_formats_flag
 from tightkv.planning import (
     HOSTS,
     LANGUAGES,
@@ -24,14 +25,12 @@ from tightkv.planning import (
     format_bytes,
     known_hardware,
     parse_length,
-    parse_size,
     report,
 )
 
 __all__ = ["add_parser"]
 
 _DOES_NOT_FIT = 1
-_BAD_INPUT = 2
 _PLAN_OPTIONS = (
     "hardware",
     "num_gpus",
@@ -77,7 +76,6 @@ def add_parser(commands: Any) -> None:
         metavar="URL",
         help="also show what the server at this address says of itself, beside the plan",
     )
-    parser.error = _one_sentence
     parser.set_defaults(run=run)
 
 
@@ -108,16 +106,19 @@ def _add_hardware(group: Any) -> None:
 
 
 def _add_load(group: Any) -> None:
-    length = _checked(parse_length)
     _option(
         group,
         "--max-model-len",
-        type=length,
+        type=parse_length,
         metavar="N",
         help="longest request, as 16384 or 16k (default: what the model knows)",
     )
     _option(
-        group, "--typical-len", type=length, metavar="N", help="an ordinary one (default: 1200)"
+        group,
+        "--typical-len",
+        type=parse_length,
+        metavar="N",
+        help="an ordinary one (default: 1200)",
     )
     _option(
         group,
@@ -133,15 +134,13 @@ def _add_load(group: Any) -> None:
 
 
 def _add_cache(group: Any) -> None:
-    size = _checked(parse_size)
-    _option(
+    add_formats_flag(
         group,
-        "--kv-cache-dtype",
-        nargs="+",
+        DEFAULT_KV_CACHE_DTYPES,
+        "formats to compare: names, K and V apart as int8/fp8, auto@FILE as a scales file of "
+        "`tightkv calibrate` says",
         dest="kv_cache_dtypes",
-        metavar="FORMAT",
-        help="formats to compare: names, K and V apart as int8/fp8, auto@FILE as a scales file of "
-        f"`tightkv calibrate` says (default: {' '.join(DEFAULT_KV_CACHE_DTYPES)})",
+        default=argparse.SUPPRESS,
     )
     _option(
         group,
@@ -159,7 +158,7 @@ def _add_cache(group: Any) -> None:
     _option(
         group,
         "--kv-cache-memory-bytes",
-        type=size,
+        type=parse_bytes,
         metavar="BYTES",
         help="the pool's size, as 2GiB, instead of what is left",
     )
@@ -173,7 +172,7 @@ def _add_cache(group: Any) -> None:
     _option(
         group,
         "--weight-bytes",
-        type=size,
+        type=parse_bytes,
         metavar="BYTES",
         help="of all weights, as 38GB, where config and files do not tell",
     )
@@ -254,24 +253,6 @@ def _with_texts(content: dict[str, Any], planned: CapacityPlan, texts: Texts) ->
     return content
 
 
-def _one_sentence(message: str) -> NoReturn:
-    """What argparse has to say, without the usage of twenty flags above it."""
-    print(f"error: {message}; `tightkv plan --help` lists what there is", file=sys.stderr)
-    raise SystemExit(_BAD_INPUT)
-
-
 def _option(group: Any, flag: str, **settings: Any) -> None:
     # Absent flags leave no trace, so that defaults stay in one place.
     group.add_argument(flag, default=argparse.SUPPRESS, **settings)
-
-
-def _checked(parse: Callable[[str], int]) -> Callable[[str], int]:
-    """A parser of ours as argparse wants it."""
-
-    def convert(text: str) -> int:
-        try:
-            return parse(text)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return convert

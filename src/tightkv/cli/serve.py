@@ -40,7 +40,11 @@ def add_parser(commands: Any) -> None:
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if "config" in arguments:
-        from_file = parser.parse_args(_flags_of_file(arguments.config))
+        flags = _flags_of_file(arguments.config)
+        try:
+            from_file = parser.parse_args(flags)
+        except ConfigError as error:
+            raise ConfigError(f"{arguments.config}: {error}") from error
         arguments = argparse.Namespace(**vars(from_file) | vars(arguments))
     return run_server(
         EngineConfig.from_options(given_options(arguments)),

@@ -53,8 +53,9 @@ def parse_arm(text: str, skip_layers: Sequence[str] = ()) -> ArmSpec:
     v_dtype = v_dtype if apart else k_dtype
     for dtype in (k_dtype, v_dtype):
         if dtype not in KV_CACHE_DTYPES:
+            where = "" if dtype == text.strip() else f", as in {text!r},"
             raise ConfigError(
-                f"--kv-cache-dtype has {text!r}, and {dtype!r} is no KV cache dtype: give one of "
+                f"{dtype!r}{where} is no KV cache dtype: give one of "
                 f"{', '.join(KV_CACHE_DTYPES)}, with @FILE behind it for a scales file, or K and V "
                 "apart as int8/fp8_e4m3."
             )
@@ -63,13 +64,17 @@ def parse_arm(text: str, skip_layers: Sequence[str] = ()) -> ArmSpec:
     return ArmSpec(text.strip(), k_dtype, v_dtype, path or None, tuple(skip_layers))
 
 
-def parse_arms(names: str | Sequence[str]) -> tuple[ArmSpec, ...]:
+def parse_arms(names: str | Sequence[str], skip_layers: Sequence[str] = ()) -> tuple[ArmSpec, ...]:
     """Cache precisions, as a list or with commas, each spelled as `parse_arm` reads it.
 
     Raises:
-        ConfigError: if one is none, or stands there twice.
+        ConfigError: if there is none, if one is no precision, or stands there twice.
     """
-    specs = tuple(map(parse_arm, names.split(",") if isinstance(names, str) else names))
+    given = [names] if isinstance(names, str) else names
+    parts = [part for some in given for part in some.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError("--kv-cache-dtype names no KV cache dtype: give at least one, as int8.")
+    specs = tuple(parse_arm(part, skip_layers) for part in parts)
     known = [spec.name for spec in specs]
     twice = [name for name in known if known.count(name) > 1]
     if twice:

@@ -27,6 +27,7 @@ from tightkv.engine.sampler import (
     not_finite,
     settle_row,
 )
+from tightkv.errors import EngineError
 
 __all__ = ["DeviceSampler", "FetchedResults", "SamplingPlan", "ScoredRow"]
 
@@ -115,7 +116,7 @@ class FetchedResults:
         place, params = self._places[row], state.params
         peak = float(self._peaks[place])
         if not math.isfinite(peak):
-            return UnusableLogits(not_finite(peak))
+            return UnusableLogits(EngineError(not_finite(peak)))
         is_open = math.isfinite(self._changed_peaks[place])
         token_id = settle_row(int(self._tokens[place]) if is_open else None, state)
         if isinstance(token_id, UnusableLogits):

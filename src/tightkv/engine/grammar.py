@@ -127,10 +127,12 @@ class GrammarCompiler:
     def _new_matcher(self, source: str) -> LLMatcher:
         matcher = LLMatcher(self._ready_tokenizer(), source, log_level=0, limits=_limits())
         # The first mask is the slowest by far, and copies share what it takes. A grammar that
-        # has no text at all is found out here, too.
-        matcher.compute_bitmask()
+        # has no text at all, or none of this model's tokens to begin it, is found out here, too.
+        has_beginning = bool(GrammarMatcher(matcher, self._vocab_size).allowed().any())
         if matcher.is_error():
             raise _refusal(_reason(matcher))
+        if not has_beginning:
+            raise _refusal("no token of this model begins such a text")
         return matcher
 
     def _ready_tokenizer(self) -> LLTokenizer:

@@ -35,7 +35,13 @@ from tightkv.engine.policy import (
 )
 from tightkv.engine.preemption import Preemption, Recomputation, Swapping
 from tightkv.engine.request import Request
-from tightkv.engine.resolve import check_config, log_plan, resolve_config, resolve_specs
+from tightkv.engine.resolve import (
+    check_config,
+    check_swap_size,
+    log_plan,
+    resolve_config,
+    resolve_specs,
+)
 from tightkv.engine.sampler import SamplingState
 from tightkv.engine.sampling_params import SamplingParams
 from tightkv.engine.scheduler import ScheduledChunk, Scheduler
@@ -117,7 +123,9 @@ class LLMEngine:
         sources = PolicySources.read(config.cache)
         with runtime.watch("the weights were loaded"):
             self.model = model or load_model(
-                config.model, device, lambda known: _check_policy(config.cache, sources, known)
+                config.model,
+                device,
+                lambda known: _check_cache(config.cache, sources, known, swap_memory),
             )
             geometry = prepare_model(self.model.model)
         with runtime.watch("the largest step was tried"):
@@ -263,10 +271,10 @@ class LLMEngine:
         """End the requests of a step that broke, so that it is not run again and again."""
         reason = f"A step of the engine failed ({one_line(error)}): its requests have ended."
         for chunk in chunks:
-            self._end(chunk.sequence.request_id, "error", reason)
+            self._end(chunk.sequence.request_id, "error", EngineError(reason))
         return EngineError(reason)
 
-    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+    def _end(self, request_id: str, reason: FinishReason, error: EngineError | None = None) -> None:
         """Finish what is unfinished of a request, and free its blocks."""
         request = self._requests.pop(request_id, None)
         for sequence in request.sequences if request else ():
@@ -449,15 +457,27 @@ class LLMEngine:
         )
 
 
-def _check_policy(cache: CacheConfig, sources: PolicySources, known: Checkpoint) -> None:
-    """Refuse scales that do not fit, before the weights load; the engine checks again after it."""
+def _check_cache(
+    cache: CacheConfig,
+    sources: PolicySources,
+    known: Checkpoint,
+    swap_memory: SwapMemory | None,
+) -> None:
+    """Refuse scales that do not fit, and a swap space for less than a block, before weights load.
+
+    The engine checks both again after it.
+    """
     sources = replace(sources, checkpoint=known.kv_scales)
     sources.check_identity(known.identity)
-    if not (sources.path or cache.kv_cache_scales or cache.kv_cache_dtype_skip_layers):
+    has_scales = sources.path or cache.kv_cache_scales or cache.kv_cache_dtype_skip_layers
+    if not has_scales and swap_memory is None:
         return
     geometry = geometry_without_weights(known.config)
-    if geometry is not None:
-        resolve_policy(cache, geometry, sources)
+    if geometry is None:
+        return
+    policy = resolve_policy(cache, geometry, sources)
+    if swap_memory is not None:
+        check_swap_size(swap_memory.num_bytes, policy, geometry, cache.block_size)
 
 
 def _as_ints(token_ids: Seq[int]) -> list[int]:

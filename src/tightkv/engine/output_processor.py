@@ -15,6 +15,7 @@ from tightkv.engine.sampler import SampledToken, UnusableLogits
 from tightkv.engine.scheduler import ScheduledChunk
 from tightkv.engine.sequence import Sequence
 from tightkv.engine.step_results import HostReader, LogitsReader, StepResults, prompt_positions
+from tightkv.errors import EngineError
 
 __all__ = ["LogitsObserver", "OutputProcessor"]
 
@@ -62,7 +63,7 @@ class OutputProcessor:
         for chunk, num_rows in zip(batch.chunks, batch.rows_per_chunk, strict=True):
             sequence, completes = chunk.sequence, chunk.completes
             if results.bad_tokens[token : token + chunk.num_tokens].any():
-                sequence.finish("error", error=_NOT_FINITE)
+                sequence.finish("error", error=EngineError(_NOT_FINITE))
             else:
                 self._note_prompt_logprobs(chunk, row, results, logits)
                 sequence.num_computed_tokens += chunk.num_tokens
@@ -84,7 +85,7 @@ class OutputProcessor:
         )
         for (sequence, _), token in zip(completed, sampled, strict=True):
             if isinstance(token, UnusableLogits):
-                sequence.finish("error", error=token.reason)
+                sequence.finish("error", error=token.error)
             else:
                 self._append(sequence, token)
 
@@ -129,7 +130,8 @@ class OutputProcessor:
         wanted = None if self.observer else sequence.params.prompt_logprobs
         tables = results.prompt_logprobs(rows, following, wanted)
         if tables is None:
-            sequence.finish("error", error="The model's logits for this prompt are not finite.")
+            error = EngineError("The model's logits for this prompt are not finite.")
+            sequence.finish("error", error=error)
         elif self.observer is None:
             noted += map(self._with_text, tables)
         else:

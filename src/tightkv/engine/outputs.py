@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from tightkv.errors import TightKVError
+
 __all__ = [
     "CompletionDelta",
     "CompletionOutput",
@@ -109,12 +111,13 @@ class RequestDelta:
 
     Attributes:
         completions: those that have changed.
-        finished, num_cached_tokens, error: as in `RequestOutput`.
+        finished, num_cached_tokens: as in `RequestOutput`.
         prompt_logprobs: of the whole prompt, once, as soon as they are complete.
+        failure: what to raise if the request failed: a RequestError if it is itself wrong.
     """
 
     completions: tuple[CompletionDelta, ...]
     finished: bool
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[Mapping[int, Logprob] | None, ...] | None = None
-    error: str | None = None
+    failure: TightKVError | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tightkv.engine.outputs import Logprob, RequestDelta, RequestOutput
 from tightkv.engine.sequence import Sequence, all_finished
+from tightkv.errors import TightKVError
 
 __all__ = ["Request"]
 
@@ -43,6 +44,11 @@ class Request:
     @property
     def error(self) -> str | None:
         """Why the request failed; None if it did not."""
+        return str(self.failure) if self.failure else None
+
+    @property
+    def failure(self) -> TightKVError | None:
+        """The same as what to raise: a RequestError where the request itself is wrong."""
         return next((sequence.error for sequence in self.sequences if sequence.error), None)
 
     def take_delta(self) -> RequestDelta:
@@ -53,7 +59,7 @@ class Request:
             finished=self.is_finished,
             num_cached_tokens=self.sequences[0].num_cached_tokens or 0,
             prompt_logprobs=self._take_prompt_logprobs(),
-            error=self.error,
+            failure=self.failure,
         )
 
     def _take_prompt_logprobs(self) -> tuple[Mapping[int, Logprob] | None, ...] | None:

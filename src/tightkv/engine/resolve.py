@@ -23,12 +23,14 @@ from tightkv.formats import (
     TensorPolicy,
     resolve_format,
 )
-from tightkv.kvcache import KVCacheSpec, LayerGroup
+from tightkv.kvcache import KVCacheSpec, LayerGroup, group_layers
+from tightkv.kvcache.swap_space import check_size
 from tightkv.models import LayerGeometry, ModelGeometry
 from tightkv.planning import MemoryPlan
 
 __all__ = [
     "check_config",
+    "check_swap_size",
     "layer_spec",
     "log_plan",
     "quiet_log",
@@ -81,6 +83,19 @@ def check_config(config: EngineConfig) -> None:
             f"({scheduler.max_num_seqs}): a step could not hold one token of each sequence; raise "
             "the first or lower the second."
         )
+
+
+def check_swap_size(
+    num_bytes: int, policy: KVCachePolicy, geometry: ModelGeometry, block_size: int
+) -> None:
+    """Refuse a swap space for less than a block, before the model's data type is known.
+
+    Raises:
+        ConfigError: says how much a block needs at least.
+    """
+    # "auto" has two bytes a value, or four; the swap space looks again when it is made.
+    specs = resolve_specs(policy, geometry, block_size, torch.bfloat16)
+    check_size(num_bytes, group_layers(specs)[0].page_bytes)
 
 
 def resolve_specs(

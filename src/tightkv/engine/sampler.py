@@ -16,7 +16,7 @@ from torch import Tensor
 from tightkv.engine.grammar import GrammarMatcher
 from tightkv.engine.outputs import Logprob
 from tightkv.engine.sampling_params import SamplingParams
-from tightkv.errors import EngineError
+from tightkv.errors import EngineError, RequestError, TightKVError
 
 __all__ = [
     "RowTensors",
@@ -52,9 +52,13 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class UnusableLogits:
-    """A row that no token can be taken from; its request fails, the others go on."""
+    """A row that no token can be taken from; its request fails, the others go on.
 
-    reason: str
+    Attributes:
+        error: a RequestError where the request's own parameters leave nothing to sample.
+    """
+
+    error: TightKVError
 
 
 @dataclass(slots=True)
@@ -343,7 +347,7 @@ def _sample_row(
 ) -> SampledToken | UnusableLogits:
     # NaN counts as the maximum, and so no NaN anywhere in the row gets past this.
     if not math.isfinite(peak):
-        return UnusableLogits(not_finite(peak))
+        return UnusableLogits(EngineError(not_finite(peak)))
     if choice is None:
         choice = _choose(row, peak, state)
     settled = settle_row(choice, state)
@@ -355,9 +359,10 @@ def _sample_row(
 def settle_row(choice: int | None, state: SamplingState) -> int | UnusableLogits:
     """Record the chosen token, None if there was none to choose; it, or why it cannot be had."""
     if choice is None:
-        return UnusableLogits(_nothing_left(state))
+        return UnusableLogits(RequestError(_nothing_left(state)))
     if state.grammar is not None and not state.grammar.consume(choice):
-        return UnusableLogits(state.grammar.error or "The grammar refuses its own token.")
+        reason = state.grammar.error or "The grammar refuses its own token."
+        return UnusableLogits(RequestError(reason))
     state.record(choice)
     return choice
 

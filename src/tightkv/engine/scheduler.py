@@ -211,10 +211,12 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, budget: _PromptBudget) -> ScheduledChunk | None:
         """Begin a waiting sequence, if all of its tokens have room now, and the others' next."""
-        if self._preemption.is_swapped(sequence):
-            return self._resume(sequence, budget)
-        limit = 0 if sequence.needs_prompt_logprobs else sequence.num_tokens - 1
         num_reserved = self._num_reserved_blocks()
+        if self._manager.lacks_room(sequence.seq_id, num_reserved):
+            return None
+        if self._preemption.is_swapped(sequence):
+            return self._resume(sequence, budget, num_reserved)
+        limit = 0 if sequence.needs_prompt_logprobs else sequence.num_tokens - 1
         num_cached = self._manager.get_computed_blocks(
             sequence.seq_id,
             sequence.hasher,
@@ -231,7 +233,7 @@ class Scheduler:
             num_cached,
             num_reserved=num_reserved,
         ):
-            self._manager.free(sequence.seq_id)
+            self._manager.refuse(sequence.seq_id, sequence.num_tokens)
             sequence.num_computed_tokens = 0
             return None
         if sequence.num_cached_tokens is None:
@@ -240,12 +242,14 @@ class Scheduler:
             self._stats.prefix_cache_hits += num_cached
         return self._run(sequence, num_tokens, budget)
 
-    def _resume(self, sequence: Sequence, budget: _PromptBudget) -> ScheduledChunk | None:
+    def _resume(
+        self, sequence: Sequence, budget: _PromptBudget, num_reserved: int
+    ) -> ScheduledChunk | None:
         """Go on with a sequence whose blocks were moved, if all of its tokens have room now."""
         num_tokens = self._chunk_size(sequence, budget)
         if num_tokens == 0:
             return None
-        if self._preemption.bring_back(sequence, self._num_reserved_blocks()):
+        if self._preemption.bring_back(sequence, num_reserved):
             return self._run(sequence, num_tokens, budget)
         return None if self._preemption.is_swapped(sequence) else self._start(sequence, budget)
 

@@ -11,6 +11,7 @@ from tightkv.engine.detokenizer import IncrementalDetokenizer
 from tightkv.engine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob
 from tightkv.engine.sampler import SamplingState
 from tightkv.engine.sampling_params import SamplingParams
+from tightkv.errors import TightKVError
 from tightkv.kvcache.block_hash import BlockHasher
 
 __all__ = ["Sequence", "SequenceStatus"]
@@ -36,6 +37,7 @@ class Sequence:
         num_computed_tokens: tokens whose K and V are in the cache or the swap space; 0 again after
             preemption by recomputation.
         num_cached_tokens: prompt tokens that the prefix cache gave at the first start.
+        error: why it failed; a RequestError where the request itself is wrong.
         prompt_logprobs: of the prompt tokens so far, where they were asked for.
     """
 
@@ -56,7 +58,7 @@ class Sequence:
     num_cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
+    error: TightKVError | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
@@ -106,7 +108,10 @@ class Sequence:
         )
 
     def finish(
-        self, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None
+        self,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        error: TightKVError | None = None,
     ) -> None:
         """End the sequence; its blocks are freed by the scheduler."""
         self.status = SequenceStatus.FINISHED

@@ -199,16 +199,21 @@ def _config(options: dict[str, Any]) -> EvaluationConfig:
             raise ConfigError(unknown_option(name, known))
     config = EvaluationConfig(**options)
     least = {"num_samples": 1, "prompt_len": 1, "max_tokens": 1, "retrieval_trials": 1}
-    counts = {**least, "num_prompts": 0, "layer_groups": 0}
+    counts = {**least, "num_prompts": 0, "layer_groups": 0, "max_seq_len": 2, "task_limit": 1}
     for name, at_least in counts.items():
-        if getattr(config, name) < at_least:
-            raise ConfigError(f"{name} is {getattr(config, name)}: it must be at least {at_least}.")
+        value = getattr(config, name)
+        if value is not None and value < at_least:
+            raise ConfigError(f"{name} is {value}: it must be at least {at_least}.")
     shares = ("min_top1", "max_accuracy_drop")
     for name in (*shares, "max_kld", "temperature"):
         value = getattr(config, name)
         if not 0 <= value <= (1 if name in shares else float("inf")):
             most = " and at most 1" if name in shares else ""
             raise ConfigError(f"{name} is {value}: it must be at least 0{most}.")
+    if min(config.retrieval_lengths, default=0) < 0:
+        raise ConfigError(
+            f"retrieval_lengths are {config.retrieval_lengths}: each must be at least 0."
+        )
     if not all(0 <= depth <= 1 for depth in config.retrieval_depths):
         raise ConfigError(
             f"retrieval_depths are {config.retrieval_depths}: each must be from 0 to 1."
@@ -221,8 +226,6 @@ def _specs(
 ) -> tuple[ArmSpec, tuple[ArmSpec, ...]]:
     """The baseline, and what is compared with it."""
     others = parse_arms(formats)
-    if not others:
-        raise ConfigError("--kv-cache-dtype is empty: name what is to be measured, as int8.")
     base = parse_arm(config.baseline_kv_cache_dtype)
     # Another name than any arm's: the baseline may also be measured against itself.
     return replace(base, name=f"{base.name} (baseline)"), others

@@ -35,6 +35,20 @@ class Allocation:
         return self.block_tables[group][self.num_passed[group] :]
 
 
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The last sequence that found no room to start.
+
+    Attributes:
+        num_needed: free blocks that it would have taken, those it would have shared included.
+        next_hash: of the first block that was not found; None: there was none left to look for.
+    """
+
+    seq_id: str
+    num_needed: int
+    next_hash: bytes | None
+
+
 class KVCacheManager:
     """Gives blocks to sequences and takes them back.
 
@@ -77,6 +91,7 @@ class KVCacheManager:
         self._clear = clear
         self._last_group: dict[int, int] = {}
         self._allocations: dict[str, Allocation] = {}
+        self._refusal: _Refusal | None = None
 
     @property
     def num_free_blocks(self) -> int:
@@ -131,6 +146,7 @@ class KVCacheManager:
         Returns:
             Number of tokens found, a multiple of the block size.
         """
+        self._refusal = None  # blocks that this one shares were counted as free ones
         hashes = hasher.full_blocks(token_ids, max_tokens)
         length = self._longest_hit(hashes, self._is_found)
         tables, passed = [], []
@@ -166,12 +182,7 @@ class KVCacheManager:
         """
         allocation = self._allocations[seq_id]
         self._free_passed(allocation, num_computed_tokens)
-        missing = []
-        for window, table, passed in zip(
-            self._windows, allocation.block_tables, allocation.num_passed, strict=True
-        ):
-            most = passed + self._blocks_of(window, num_tokens)
-            missing.append(max(0, min(self._blocks_of(None, num_tokens), most) - len(table)))
+        missing = self._missing(allocation, num_tokens)
         # Most steps need no block: they ask nobody.
         if not any(missing):
             return True
@@ -180,6 +191,42 @@ class KVCacheManager:
         for group, count in enumerate(missing):
             allocation.block_tables[group] += self._allocate(group, count)
         return True
+
+    def refuse(self, seq_id: str, num_tokens: int) -> None:
+        """Free a sequence that found no room for its first `num_tokens` tokens; note what it lacks.
+
+        Looking up a long prompt takes milliseconds, and who waits asks in every step.
+        """
+        allocation = self._allocations[seq_id]
+        groups = range(len(self._windows))
+        held = [block for group in groups for block in allocation.held(group)]
+        num_found_free = sum(self._pool.ref_count(block) == 1 for block in held)
+        num_needed = sum(self._missing(allocation, num_tokens)) + num_found_free
+        following = allocation.hasher.known[allocation.num_remembered :]
+        self.free(seq_id)
+        self._refusal = _Refusal(seq_id, num_needed, following[0] if following else None)
+
+    def lacks_room(self, seq_id: str, num_reserved: int) -> bool:
+        """Whether a sequence that was refused would be again, so that it need not be looked up.
+
+        A longer beginning can be found only if the block is there that was the first to be missing,
+        in all groups without a window: the others need but the end of a beginning.
+
+        Args:
+            seq_id: name of the sequence.
+            num_reserved: free blocks that must be left.
+        """
+        refusal = self._refusal
+        if refusal is None or refusal.seq_id != seq_id:
+            return False
+        if refusal.num_needed + num_reserved <= self.num_free_blocks:
+            return False
+        following = refusal.next_hash
+        return following is None or not all(
+            self._is_found(group, following)
+            for group, window in enumerate(self._windows)
+            if window is None
+        )
 
     def remember_blocks(
         self, seq_id: str, token_ids: Sequence[int], num_computed_tokens: int
@@ -275,6 +322,20 @@ class KVCacheManager:
                     assert own or is_alone, f"{about} is shared, but not full"
                     if own:
                         names[block] = own
+
+    def _missing(self, allocation: Allocation, num_tokens: int) -> list[int]:
+        """Per group the blocks that a sequence must get to have room for `num_tokens` tokens."""
+        missing = []
+        blocks = self._blocks_of(None, num_tokens)
+        for window, table, passed in zip(
+            self._windows, allocation.block_tables, allocation.num_passed, strict=True
+        ):
+            if len(table) >= blocks:  # so it is in most steps
+                missing.append(0)
+            else:
+                most = min(blocks, passed + self._blocks_of(window, num_tokens))
+                missing.append(max(0, most - len(table)))
+        return missing
 
     def _blocks_of(self, window: int | None, num_tokens: int) -> int:
         return most_blocks(window, num_tokens, self.block_size, self._max_chunk)

@@ -113,15 +113,19 @@ class PinnedMemory:
 
     place = "pinned host memory"
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, pin_memory: bool = True) -> None:
         """Take the memory.
+
+        Args:
+            num_bytes: wanted.
+            pin_memory: False where torch has no device that pins it (tests).
 
         Raises:
             ConfigError: if it cannot be had.
         """
         self.num_bytes = num_bytes
         try:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
         except RuntimeError as error:
             raise ConfigError(
                 f"swap_space is {num_bytes / GIB:g} GiB, which could not be had as pinned memory: "

@@ -16,7 +16,7 @@ from tightkv.kvcache.swap_costs import SwapCosts
 from tightkv.kvcache.swap_memory import GIB, SwapMemory
 from tightkv.metrics import EngineStats
 
-__all__ = ["SwapSpace"]
+__all__ = ["SwapSpace", "check_size"]
 
 _logger = logging.getLogger("tightkv")
 
@@ -51,11 +51,7 @@ class SwapSpace:
         self._block_size = storage.groups[0].specs[0].block_size
         self.slot_bytes = sum(blocks.shape[1] for blocks in self._tensors)
         self.num_slots = memory.num_bytes // self.slot_bytes
-        if self.num_slots < 1:
-            raise ConfigError(
-                f"swap_space is {memory.num_bytes / GIB:g} GiB, less than a block's "
-                f"{self.slot_bytes} bytes: raise it, or set it to 0."
-            )
+        check_size(memory.num_bytes, self.slot_bytes)
         self._slots = BlockPool(self.num_slots)
         self._piece = min(self.num_slots, max(1, _PIECE_BYTES // self.slot_bytes))
         self._rows = torch.zeros(
@@ -216,6 +212,19 @@ class SwapSpace:
         if str(error) not in self._reasons:
             self._reasons.add(str(error))
             _logger.warning("Swap space: %s; blocks are computed anew instead.", error)
+
+
+def check_size(num_bytes: int, slot_bytes: int) -> None:
+    """Refuse a swap space that could not hold a block, whose bytes may be known before the model.
+
+    Raises:
+        ConfigError: says how much a block needs.
+    """
+    if num_bytes < slot_bytes:
+        raise ConfigError(
+            f"swap_space is {num_bytes / GIB:g} GiB, less than a block's {slot_bytes} bytes: raise "
+            "it, or set it to 0."
+        )
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, slice]]:

@@ -92,7 +92,7 @@ class SwappingKVCacheManager(KVCacheManager):
         if not self.allocate_slots(
             seq_id, len(token_ids), num_computed_tokens, num_reserved=num_reserved
         ):
-            self.free(seq_id)
+            self.refuse(seq_id, len(token_ids))
             self._swapped[seq_id] = swapped
             return False
         hashes = hasher.full_blocks(token_ids, num_computed_tokens)

@@ -204,7 +204,7 @@ def _needed(
     if settings.concurrency is None:
         return ()
     needed = []
-    for num_tokens in (settings.max_model_len, settings.typical_len):
+    for num_tokens in dict.fromkeys((settings.max_model_len, settings.typical_len)):
         pool = footprint.of_sequences(settings.concurrency, num_tokens)
         rest = memory.weights.best + memory.activations.best + memory.reserve.best
         device = int((pool + rest) / settings.gpu_memory_utilization)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tightkv.kvcache import LayerGroup, most_blocks
 
-__all__ = ["Footprint"]
+__all__ = ["Footprint", "tokens_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +67,8 @@ class Footprint:
             size * most_blocks(window, num_tokens, self.block_size, max_chunk)
             for window, size in self.groups
         )
+
+
+def tokens_in(num_blocks: int, num_groups: int, block_size: int) -> int:
+    """Tokens that so many block ids hold in all layer groups, as if none had left a window."""
+    return num_blocks // num_groups * block_size

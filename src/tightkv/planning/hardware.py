@@ -136,7 +136,7 @@ def _custom(text: str) -> Hardware:
     return Hardware(
         key=text,
         name=text,
-        memory_bytes=parse_size(size),
+        memory_bytes=_memory(text, size),
         bandwidth=parse_rate(given["bandwidth"], "B/s") if "bandwidth" in given else None,
         flops=parse_rate(given["flops"], "FLOPS") if "flops" in given else None,
         native_fp8=_is_yes(text, given.get("fp8", "no")),
@@ -145,6 +145,13 @@ def _custom(text: str) -> Hardware:
         max_num_seqs=256,
         sources=("the user",),
     )
+
+
+def _memory(text: str, size: str) -> int:
+    try:
+        return parse_size(size)
+    except ConfigError as error:
+        raise ConfigError(f"{text!r} has no memory, since {error}") from error
 
 
 def _is_yes(text: str, answer: str) -> bool:

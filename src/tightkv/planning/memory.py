@@ -8,7 +8,7 @@ from pathlib import Path
 from tightkv.config import CacheConfig
 from tightkv.errors import ConfigError, InsufficientMemoryError
 from tightkv.kvcache import LayerGroup
-from tightkv.planning.footprint import Footprint
+from tightkv.planning.footprint import Footprint, tokens_in
 
 __all__ = [
     "MemoryPlan",
@@ -77,7 +77,7 @@ class MemoryPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens that the pool holds in all layers, as if none had left a window."""
-        return self.num_blocks // len(self.footprint.groups) * self.block_size
+        return tokens_in(self.num_blocks, len(self.footprint.groups), self.block_size)
 
     @property
     def bytes_per_token(self) -> float:

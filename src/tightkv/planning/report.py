@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tightkv.planning.capacity_plan import CapacityPlan, Decode, FormatPlan, LayerKind, Range
+from tightkv.planning.capacity_plan import (
+    CapacityPlan,
+    Decode,
+    FormatPlan,
+    LayerKind,
+    PlanSettings,
+    Range,
+)
 from tightkv.planning.texts import Texts
 from tightkv.planning.units import format_bytes
 
@@ -116,7 +123,7 @@ def _formats(plan: CapacityPlan, texts: Texts) -> Section:
         *(("blocks",) if settings.engine == "tightkv" else ()),
         "tokens",
         "at_max",
-        "at_typical",
+        *(("at_typical",) if _has_typical(settings) else ()),
         "longest",
     )
     has_decode = any(formats.decode for formats in plan.formats)
@@ -124,6 +131,11 @@ def _formats(plan: CapacityPlan, texts: Texts) -> Section:
     headings = tuple(texts(f"col_{name}", **lengths) for name in (*columns, "fits"))
     rows = tuple(_format_row(formats, plan, texts, has_decode) for formats in plan.formats)
     return Section(texts("formats"), _format_lines(plan, texts), headings, rows)
+
+
+def _has_typical(settings: PlanSettings) -> bool:
+    """Whether an ordinary request is another than the longest: else one column tells of both."""
+    return settings.typical_len != settings.max_model_len
 
 
 def _format_row(
@@ -140,7 +152,7 @@ def _format_row(
         *((format_bytes(formats.pool_bytes),) if plan.settings.engine == "tightkv" else ()),
         tokens,
         f"{formats.requests_at_max_len:,.2f}",
-        f"{formats.requests_at_typical_len:,.1f}",
+        *((f"{formats.requests_at_typical_len:,.1f}",) if _has_typical(plan.settings) else ()),
         f"{formats.longest_context:,}",
     ]
     if has_decode:

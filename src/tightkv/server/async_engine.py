@@ -7,6 +7,7 @@ two steps it runs them, and after a step it sends each request what has come to 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import queue
 import threading
@@ -91,12 +92,13 @@ class RequestStream:
         """All that comes, until the request has ended.
 
         Raises:
-            EngineError: if it ended with an error.
+            RequestError: if its own parameters left nothing to sample.
+            EngineError: if it failed for another reason.
         """
         while True:
             delta = await self._arrived.get()
-            if delta.error is not None:
-                raise EngineError(delta.error)
+            if delta.failure is not None:
+                raise delta.failure
             yield delta
             if delta.finished:
                 return
@@ -110,22 +112,32 @@ class _Served:
     stream: RequestStream
 
 
+_Command = tuple[int, int, Callable[[], Any], Future[Any]]
+"""Its order, its number, what to run, and where the result goes."""
+
+
 class _Commands:
     """Functions for the engine's thread, which waits here when it has nothing to do."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._queue: queue.PriorityQueue[_Command] = queue.PriorityQueue()
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._error: str | None = None
 
-    def put(self, function: Callable[[], _T]) -> Future[_T]:
-        """Send a function; its result or exception comes through the future."""
+    def put(self, function: Callable[[], _T], order: int = 0) -> Future[_T]:
+        """Send a function; its result or exception comes through the future.
+
+        Args:
+            function: what to run.
+            order: of those that wait for the end of a step the lowest runs first.
+        """
         future: Future[_T] = Future()
         with self._lock:
             if self._error is not None:
                 future.set_exception(EngineError(self._error))
             else:
-                self._queue.put((function, future))
+                self._queue.put((order, next(self._numbers), function, future))
         return future
 
     def run_all(self, wait: bool) -> None:
@@ -135,7 +147,7 @@ class _Commands:
             wait: whether to wait for something if there is nothing.
         """
         while (command := self._take(wait)) is not None:
-            function, future = command
+            _, _, function, future = command
             wait = False
             if not future.set_running_or_notify_cancel():
                 continue
@@ -149,10 +161,11 @@ class _Commands:
         with self._lock:
             self._error = error
         while (command := self._take(wait=False)) is not None:
-            if command[1].set_running_or_notify_cancel():
-                command[1].set_exception(EngineError(error))
+            _, _, _, future = command
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineError(error))
 
-    def _take(self, wait: bool) -> tuple[Callable[[], Any], Future[Any]] | None:
+    def _take(self, wait: bool) -> _Command | None:
         try:
             return self._queue.get(block=wait)
         except queue.Empty:
@@ -226,13 +239,18 @@ class AsyncEngine:
             self._commands.put(self._set_stop)
             await asyncio.to_thread(self._thread.join, _SECONDS_FOR_THE_LAST_STEP)
 
-    async def call(self, function: Callable[[LLMEngine], _T]) -> _T:
+    async def call(self, function: Callable[[LLMEngine], _T], order: int = 0) -> _T:
         """Run a function of the engine in its thread, between two steps.
+
+        Args:
+            function: what to run.
+            order: of those that come during one step the lowest runs first.
 
         Raises:
             EngineError: if the engine has died; and whatever the function raises.
         """
-        return await asyncio.wrap_future(self._commands.put(lambda: function(self._engine)))
+        command = self._commands.put(lambda: function(self._engine), order)
+        return await asyncio.wrap_future(command)
 
     async def submit(
         self,
@@ -277,8 +295,11 @@ class AsyncEngine:
         ]
         self._streams |= {stream.request_id: stream for stream in streams}
         try:
+            # Of a crowd that comes at once the shortest begins: fewer wait for the longest. Nobody
+            # waits for those that come later.
             await self.call(
-                lambda engine: self._add(engine, streams, prompts, params, cache_salt, priority)
+                lambda engine: self._add(engine, streams, prompts, params, cache_salt, priority),
+                order=sum(len(prompt.token_ids) for prompt in prompts),
             )
         except BaseException:
             # Also when the client has gone while the requests were on their way in.
@@ -300,6 +321,7 @@ class AsyncEngine:
                 self._commands.run_all(wait=not self._has_work())
                 if self._engine.has_unfinished_requests:
                     self._step()
+            self._look()
             self.error = "The engine has been stopped."
         except BaseException as error:  # a library in Rust panics with one
             _logger.exception("the engine has died")
@@ -408,7 +430,7 @@ class AsyncEngine:
 
     def _end_all(self, reason: str) -> None:
         left = list(self._served.values())
-        ended = RequestDelta(completions=(), finished=True, error=reason)
+        ended = RequestDelta(completions=(), finished=True, failure=EngineError(reason))
         self._tell(partial(self._put, [(served.stream, ended) for served in left]))
         for served in left:
             self._abort(served.request.request_id)

@@ -200,5 +200,8 @@ def _extend(message: dict[str, Any], delta: Delta) -> None:
     if delta.get("content"):
         message["content"] += delta["content"]
     for call in delta.get("tool_calls", ()):
-        whole = {name: value for name, value in call.items() if name != "index"}
-        message.setdefault("tool_calls", []).append(whole)
+        calls = message.setdefault("tool_calls", [])
+        if call["index"] == len(calls):
+            calls.append({name: value for name, value in call.items() if name != "index"})
+        else:
+            calls[-1]["function"]["arguments"] += call["function"]["arguments"]

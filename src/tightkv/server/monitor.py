@@ -45,7 +45,9 @@ class Monitor:
         self.metrics = ServerMetrics(model_name, _cache_labels(engine), latest_snapshot)
         self.quality: QualityWatch | None = None
         self._history = History(latest_snapshot=latest_snapshot)
+        self._latest_snapshot = latest_snapshot
         self._logs_prompts = logs_prompts
+        self._num_finished = 0
         self._facts = state.ServerFacts(
             model=model_name,
             version=version("tightkv"),
@@ -65,6 +67,18 @@ class Monitor:
             quality=self.quality.summary() if self.quality else None,
         )
 
+    def totals(self) -> str:
+        """What has been served so far, in a line."""
+        snapshot = self._latest_snapshot()
+        stats, slot_bytes = snapshot.stats, snapshot.swap.slot_bytes
+        return (
+            f"{self._num_finished:,} requests, {stats.prompt_tokens:,} prompt tokens and "
+            f"{stats.generation_tokens:,} generated; {stats.num_preemptions:,} preemptions, by "
+            f"which {stats.num_preempted_tokens:,} tokens were lost; swapped out "
+            f"{stats.num_swapped_out_blocks * slot_bytes:,} bytes, "
+            f"in {stats.num_swapped_in_blocks * slot_bytes:,}"
+        )
+
     def on_tokens(self, stats: RequestStats, count: int, now: float) -> None:
         self.metrics.on_tokens(stats, count, now)
         self._history.on_tokens(stats, count, now)
@@ -75,6 +89,7 @@ class Monitor:
 
     def on_finished(self, request: Request, stats: RequestStats) -> None:
         self.metrics.on_finished(stats)
+        self._num_finished += 1
         for sequence in request.sequences:
             if has_repetition_loop(sequence.token_ids[sequence.prompt_len :]):
                 self.metrics.on_repetition_loop()

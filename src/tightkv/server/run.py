@@ -90,7 +90,7 @@ async def _serve(serving: Serving, monitor: Monitor, listener: socket.socket) ->
     _logger.info("Serving %s at %s://%s:%d", serving.name, scheme, host, port)
     if not _asked_to_stop.is_set():
         await server.serve(sockets=[listener])
-    _logger.info("Stopped")
+    _logger.info("Stopped after %s", monitor.totals())
     return 1 if died else 0
 
 

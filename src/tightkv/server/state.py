@@ -15,6 +15,7 @@ from tightkv.metrics import (
     RequestSnapshot,
     TensorSnapshot,
 )
+from tightkv.planning.footprint import tokens_in
 from tightkv.server.history import History
 
 __all__ = ["MAX_CELLS", "QualitySummary", "ServerFacts", "State", "build"]
@@ -156,6 +157,24 @@ class LayerState(TypedDict):
     v: TensorState
 
 
+class SwapState(TypedDict):
+    """The swap space: bytes, and blocks and sequences that were moved since the start.
+
+    `in_use` are bytes of preempted sequences, `kept` those of what the prefix cache gave up.
+    """
+
+    total: int
+    in_use: int
+    kept: int
+    block_bytes: int
+    sequences: int
+    blocks: int
+    swaps: int
+    fallbacks: int
+    blocks_out: int
+    blocks_in: int
+
+
 class QualityState(TypedDict):
     """As `QualitySummary`."""
 
@@ -171,7 +190,7 @@ class State(TypedDict):
 
     `tokens` and `free_tokens` have room in all layers, as if none had left a window.
     `prefix_hit_rate` is a share of all prompt tokens since the start, None before the first;
-    `quality` is None while the quality watch is off.
+    `swap` is None without a swap space, `quality` while the quality watch is off.
     """
 
     server: ServerState
@@ -183,6 +202,7 @@ class State(TypedDict):
     pool: PoolState
     num_running: int
     num_waiting: int
+    swap: SwapState | None
     prefix_hit_rate: float | None
     requests: list[RequestState]
     history: HistoryState
@@ -214,6 +234,7 @@ def build(
     pool = _pool(snapshot.pool)
     stats = snapshot.stats
     queries = stats.prefix_cache_queries
+    groups, block_size = len(snapshot.groups), snapshot.block_size
     return {
         "server": {
             "model": facts.model,
@@ -227,12 +248,13 @@ def build(
         },
         "memory": _memory(snapshot, pool),
         "block_size": snapshot.block_size,
-        "tokens": _tokens(snapshot, snapshot.num_blocks),
-        "free_tokens": _tokens(snapshot, snapshot.num_free_blocks),
+        "tokens": tokens_in(snapshot.num_blocks, groups, block_size),
+        "free_tokens": tokens_in(snapshot.num_free_blocks, groups, block_size),
         "groups": _groups(snapshot.groups),
         "pool": pool,
         "num_running": snapshot.num_running,
         "num_waiting": snapshot.num_waiting,
+        "swap": _swap(snapshot) if snapshot.swap.num_slots else None,
         "prefix_hit_rate": stats.prefix_cache_hits / queries if queries else None,
         "requests": [_request(request, now, arrival_times) for request in snapshot.requests],
         "history": _history(history),
@@ -282,10 +304,6 @@ def _memory(snapshot: EngineSnapshot, pool: PoolState) -> MemoryState:
     }
 
 
-def _tokens(snapshot: EngineSnapshot, num_blocks: int) -> int:
-    return num_blocks // len(snapshot.groups) * snapshot.block_size
-
-
 def _groups(groups: Sequence[GroupSnapshot]) -> list[GroupState]:
     in_use: dict[int | None, int] = {}
     for group in groups:
@@ -312,6 +330,22 @@ def _pool(pool: PoolSnapshot) -> PoolState:
         "free": len(blocks) - in_use - shared - cached,
         "blocks_per_cell": size,
         "cells": cells,
+    }
+
+
+def _swap(snapshot: EngineSnapshot) -> SwapState:
+    swap, stats = snapshot.swap, snapshot.stats
+    return {
+        "total": swap.num_slots * swap.slot_bytes,
+        "in_use": swap.num_used_slots * swap.slot_bytes,
+        "kept": swap.num_kept_slots * swap.slot_bytes,
+        "block_bytes": swap.slot_bytes,
+        "sequences": swap.num_sequences,
+        "blocks": swap.num_used_slots,
+        "swaps": stats.num_swaps,
+        "fallbacks": stats.num_swap_fallbacks,
+        "blocks_out": stats.num_swapped_out_blocks,
+        "blocks_in": stats.num_swapped_in_blocks,
     }
 
 

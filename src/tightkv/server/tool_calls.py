@@ -1,8 +1,8 @@
 """Tool calls of the chat API: what a request asks for, and a form for the model's text.
 
 A model writes calls in the words of its chat template (`STYLES`). Where a request insists on a
-call, a grammar makes the model write one; where it does not, a call is recognised once it is there
-whole. Text that begins like a call and turns out to be none is content, to the last character.
+call, a grammar makes the model write one; where it does not, a call is recognised by its function's
+name. Text that begins like a call and turns out to be none is content, to the last character.
 """
 
 from __future__ import annotations

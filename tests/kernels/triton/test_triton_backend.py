@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from attention_cases import attend
 from cache_cases import make_scene, tensor_format
 from tightkv.errors import KernelError
 from tightkv.formats import BlockLayout
 from tightkv.formats.base import CODE_TYPES
 from tightkv.kernels import AttentionParams, Backend, select_backend
-from triton_cases import DEVICE, attend, moved_cache, triton_backend
+from triton_cases import DEVICE, moved_cache, triton_backend
 
 SCENE = make_scene(lengths=((2, 20), (1, 5)), head_size=8, value_size=4)
 
@@ -64,10 +65,10 @@ def test_every_pair_of_codes_is_served(k: str, v: str) -> None:
 def test_queries_that_cannot_be_read() -> None:
     params = AttentionParams(1.0)
     with pytest.raises(KernelError, match="Channels must be contiguous") as error:
-        attend(SCENE, params, torch.zeros(3, 8, 4).transpose(1, 2))
+        attend(triton_backend(), SCENE, params, torch.zeros(3, 8, 4).transpose(1, 2))
     assert is_one_sentence(str(error.value))
     with pytest.raises(KernelError, match=r"query is a tensor of torch\.float64") as error:
-        attend(SCENE, params, torch.zeros(3, 4, 8, dtype=torch.float64))
+        attend(triton_backend(), SCENE, params, torch.zeros(3, 4, 8, dtype=torch.float64))
     assert is_one_sentence(str(error.value))
 
 
@@ -95,6 +96,6 @@ def test_more_than_float32_can_hold_is_not_finite() -> None:
     scene.cache.k_scale.fill_(4.0)  # type: ignore[union-attr]
     query = scene.query.clone()
     query[0, 0, 0] = 3e38
-    got = attend(scene, AttentionParams(1 / math.sqrt(64)), query)
+    got = attend(triton_backend(), scene, AttentionParams(1 / math.sqrt(64)), query)
     assert got[0, 0].isnan().all()
     assert got[0, 1].isfinite().all()

@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import random
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ def _read(path: Path) -> bytes:
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix == ".gz" else data
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise RequestError(
             f"The file {path} cannot be read ({one_line(error)}): check the name after the =."
         ) from error

@@ -55,22 +55,49 @@ class TritonBackend:
         reason: why this one was chosen.
     """
 
-    def __init__(self, device: torch.device, reason: str = "asked for") -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        reason: str = "asked for",
+        *,
+        quantize_query: bool = False,
+    ) -> None:
         """Make the kernels ready; each is compiled at its first use.
 
+        Args:
+            device: where tensors lie.
+            reason: why this backend was chosen.
+            quantize_query: round each query row to int8, by its largest value, and multiply it
+                with int8 codes of K in whole numbers: less work, beyond the formats' tolerance.
+
         Raises:
-            KernelError: if Triton has no compiler for the device.
+            KernelError: if Triton has no compiler for the device, or the device no such products.
         """
         self.device = device
         self.reason = reason
         self._traits, self._described = _traits_of(device)
+        self._quantize_query = quantize_query
+        if quantize_query and not self._traits.int8_products:
+            raise KernelError(
+                f"quantize_query needs int8 products on tensor cores, which {self._described} is "
+                "not known to have: use an NVIDIA GPU of compute capability 8.0 or more, or leave "
+                "it out."
+            )
 
     @property
     def name(self) -> str:
-        return f"Triton {triton.__version__} ({self._described})"
+        rounded = ", queries rounded to int8" if self._quantize_query else ""
+        return f"Triton {triton.__version__} ({self._described}{rounded})"
 
     def check_layout(self, layout: BlockLayout) -> None:
-        LayerShape.of(layout)
+        self._check_rounding(LayerShape.of(layout))
+
+    def _check_rounding(self, layer: LayerShape) -> None:
+        if self._quantize_query and layer.k.mantissa != 0:
+            raise KernelError(
+                "quantize_query multiplies queries with int8 codes of K, but this layer's K has "
+                "float codes: choose int8 for K in every layer, or leave it out."
+            )
 
     def reshape_and_cache(
         self,
@@ -121,10 +148,11 @@ class TritonBackend:
         _check_rows("query", query)
         num_tokens, num_heads, _ = query.shape
         bound = _bind(cache)
+        self._check_rounding(bound.shape)
         out = torch.empty(
             num_tokens, num_heads, cache.layout.value_size, dtype=torch.float32, device=query.device
         )
-        call = _Call(query, out, cache, bound, batch, params, self._traits)
+        call = _Call(query, out, cache, bound, batch, params, self._traits, self._quantize_query)
         num_partitions = triton.cdiv(
             batch.block_table.shape[1] * cache.layout.block_size, PARTITION
         )
@@ -148,9 +176,11 @@ class _Call:
         batch: AttentionBatch,
         params: AttentionParams,
         traits: DeviceTraits,
+        quantize_query: bool,
     ) -> None:
         self.query, self.out, self.cache, self.bound = query, out, cache, bound
         self.batch, self.params, self.traits = batch, params, traits
+        self.quantize_query = quantize_query
         self.num_tokens, self.num_heads, _ = query.shape
         self.k_static = _or_any(cache.k_scale, out)
         self.v_static = _or_any(cache.v_scale, out)
@@ -166,6 +196,7 @@ class _Call:
             self.params.sliding_window is not None,
             self.params.softcap is not None,
             self.params.sinks is not None,
+            self.quantize_query,
         )
 
     def prefill(self, min_queries: int) -> None:
@@ -275,6 +306,7 @@ def _attention_shape(
     window: bool,
     softcap: bool,
     sinks: bool,
+    quantized_query: bool,
 ) -> AttentionShape:
     return attention_shape(
         layer,
@@ -285,13 +317,14 @@ def _attention_shape(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        quantized_query=quantized_query,
     )
 
 
 def _traits_of(device: torch.device) -> tuple[DeviceTraits, str]:
     """What the kernels depend on, and the device in words."""
     if triton.knobs.runtime.interpret:
-        return DeviceTraits(interpreted=True), "its interpreter, slow"
+        return DeviceTraits(interpreted=True, int8_products=True), "its interpreter, slow"
     if device.type != "cuda":  # torch's name for AMD's devices, too
         raise KernelError(
             f"The Triton kernels cannot run on the device {device}: use cuda, or set "
@@ -302,6 +335,7 @@ def _traits_of(device: torch.device) -> tuple[DeviceTraits, str]:
     traits = DeviceTraits(
         native_fp8=is_nvidia and (properties.major, properties.minor) >= (8, 9),
         ptx=is_nvidia,
+        int8_products=is_nvidia and properties.major >= 8,
         f32_precision="tf32x3" if is_nvidia else "ieee",
         num_units=properties.multi_processor_count,
     )

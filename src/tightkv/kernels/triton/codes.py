@@ -12,7 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["decode", "decode_pair", "dynamic_scale", "encode", "split_terms"]
+__all__ = [
+    "decode",
+    "decode_pair",
+    "dynamic_scale",
+    "encode",
+    "split_pair",
+    "split_terms",
+    "to_int8",
+]
 
 # A code type by the bits of its mantissa.
 INT8 = tl.constexpr(0)
@@ -48,6 +56,13 @@ _INT8_TO_HALF = tl.constexpr(
     sub.rn.f16x2 $1, high, bias;
     }"""
 )
+# Four units at a time.
+_SPLIT_INT8 = tl.constexpr(
+    """{
+    prmt.b32 $0, $2, $3, 0x6420;
+    prmt.b32 $1, $2, $3, 0x7531;
+    }"""
+)
 
 
 @triton.jit
@@ -55,7 +70,7 @@ def encode(y: tl.tensor, T: tl.constexpr) -> tl.tensor:
     """Codes of finite or infinite float32 numbers: clamped, to nearest, ties to even."""
     y = tl.minimum(tl.maximum(y, -T.max_value), T.max_value)
     if T.mantissa == INT8:
-        return ((y + _TO_INTEGER).to(tl.int32, bitcast=True) - _TO_INTEGER_BITS).to(tl.int8)
+        return to_int8(y)
     elif T.mantissa == FLOAT32:
         return y.to(tl.int32, bitcast=True)
     elif T.code_bytes == 1:
@@ -64,6 +79,12 @@ def encode(y: tl.tensor, T: tl.constexpr) -> tl.tensor:
     else:
         sign = (y.to(tl.int32, bitcast=True) >> 16) & 0x8000
         return (sign | _encode_magnitude(y, T)).to(tl.int16)
+
+
+@triton.jit
+def to_int8(y: tl.tensor) -> tl.tensor:
+    """The nearest whole number, ties to even, of one within -127 and 127."""
+    return ((y + _TO_INTEGER).to(tl.int32, bitcast=True) - _TO_INTEGER_BITS).to(tl.int8)
 
 
 @triton.jit
@@ -156,6 +177,22 @@ def _plain_pair(pairs: tl.tensor) -> tl.tuple:
     low = (((pairs & 0xFF) ^ 0x6480).to(tl.int16)).to(tl.float16, bitcast=True) - 1152.0
     high = ((((pairs >> 8) & 0xFF) ^ 0x6480).to(tl.int16)).to(tl.float16, bitcast=True) - 1152.0
     return low, high
+
+
+@triton.jit
+def split_pair(pairs: tl.tensor, S: tl.constexpr) -> tl.tuple:
+    """The two int8 codes of an int16 unit as they are, the lower one first."""
+    if S.ptx:
+        return tl.inline_asm_elementwise(
+            _SPLIT_INT8,
+            "=r,=r,r,r",
+            [pairs],
+            dtype=(tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return pairs.to(tl.int8), (pairs >> 8).to(tl.int8)
 
 
 @triton.jit

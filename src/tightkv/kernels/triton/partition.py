@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tightkv.kernels.triton.codes import decode, decode_pair, split_terms
+from tightkv.kernels.triton.codes import decode, decode_pair, split_pair, split_terms, to_int8
 
 __all__ = ["LOG2_E", "NO_LOGIT", "attend_partition", "load_query", "logit_factor", "power_of_two"]
 
@@ -23,6 +23,7 @@ NO_LOGIT = tl.constexpr(-2e38)
 _HIDDEN = tl.constexpr(
     -3e38
 )  # the logit of a key that a row does not see: 2^(this - NO_LOGIT) is 0
+_SMALLEST_STEP = tl.constexpr(2.0**-120)  # of a query row: smaller ones are rounded to 0
 _WEIGHT_STEPS = tl.constexpr(8388608.0)  # weights are summed in steps of 2^-23: 128 fit int32
 
 
@@ -76,6 +77,18 @@ def _query_part(
 
 
 @triton.jit
+def _query_terms(part: tl.tensor, peak: tl.tensor, S: tl.constexpr) -> tl.tuple:
+    """What products take of a part of the query rows, and what they lack as a factor."""
+    if S.quantized_query:
+        step = tl.div_rn(peak, tl.full(peak.shape, 127.0, tl.float32))
+        step = tl.maximum(step, _SMALLEST_STEP)
+        return (to_int8(tl.div_rn(part, tl.broadcast_to(step[:, None], part.shape))),), step
+    else:
+        up, down = _scale_of(peak)
+        return split_terms(part * down[:, None], S, S.layer.k.mantissa, S.q_terms), up
+
+
+@triton.jit
 def load_query(
     query: tl.tensor,
     at: tl.tensor,
@@ -84,29 +97,19 @@ def load_query(
     kv_head: tl.tensor,
     S: tl.constexpr,
 ) -> tl.tuple:
-    """Terms of each part of the query rows, the power of two they lack, and which are finite."""
+    """Terms of each part of the query rows, the factor they lack, and which are finite."""
     K: tl.constexpr = S.layer.k
     first, finite = _query_part(query, at, valid, static, kv_head, 0, S)
     peak = tl.max(tl.abs(first), axis=1)
     if K.interleave == 2:
         second, finite_too = _query_part(query, at, valid, static, kv_head, 1, S)
         peak = tl.maximum(peak, tl.max(tl.abs(second), axis=1))
-        up, down = _scale_of(peak)
-        return (
-            (
-                split_terms(first * down[:, None], S, K.mantissa, S.q_terms),
-                split_terms(second * down[:, None], S, K.mantissa, S.q_terms),
-            ),
-            up,
-            (finite & finite_too) != 0,
-        )
+        first_terms, up = _query_terms(first, peak, S)
+        second_terms, up = _query_terms(second, peak, S)
+        return (first_terms, second_terms), up, (finite & finite_too) != 0
     else:
-        up, down = _scale_of(peak)
-        return (
-            (split_terms(first * down[:, None], S, K.mantissa, S.q_terms),),
-            up,
-            finite != 0,
-        )
+        terms, up = _query_terms(first, peak, S)
+        return (terms,), up, finite != 0
 
 
 @triton.jit
@@ -151,7 +154,11 @@ def _logits(
     else:
         stored = tl.load(at, mask=unit[:, None] < K.stored_units, other=0)
     sums = tl.zeros([S.rows, S.tokens], tl.float32)
-    if K.interleave == 2:
+    if S.quantized_query:
+        even, odd = split_pair(stored, S)
+        whole = tl.dot(q[0][0], even, tl.zeros(sums.shape, tl.int32))
+        sums = tl.dot(q[1][0], odd, whole).to(tl.float32)
+    elif K.interleave == 2:
         even, odd = decode_pair(stored, S)
         for term in tl.static_range(tl.constexpr(S.q_terms)):
             sums = tl.dot(q[0][term], even, sums)

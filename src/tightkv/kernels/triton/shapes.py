@@ -138,6 +138,7 @@ class DeviceTraits:
         native_fp8: whether it converts E4M3 itself.
         interpreted: whether Triton's interpreter runs the kernels; it has no bfloat16 products.
         ptx: whether it takes NVIDIA's instructions by name.
+        int8_products: whether it multiplies int8 on tensor cores.
         f32_precision: how products of float32 are made, in Triton's words.
         num_units: multiprocessors, or what comes nearest.
     """
@@ -145,6 +146,7 @@ class DeviceTraits:
     native_fp8: bool = False
     interpreted: bool = False
     ptx: bool = False
+    int8_products: bool = False
     f32_precision: str = "ieee"
     num_units: int = 1
 
@@ -168,6 +170,7 @@ class AttentionShape:
         window: whether there is a sliding window.
         softcap: whether there is a softcap.
         sinks: whether there are sinks.
+        quantized_query: whether query rows are rounded to int8, for whole products with K.
         max_registers: of a thread, where that can be said.
         native_fp8: as of the device; so are those below.
     """
@@ -186,6 +189,7 @@ class AttentionShape:
     window: bool
     softcap: bool
     sinks: bool
+    quantized_query: bool
     max_registers: int
     native_fp8: bool
     interpreted: bool
@@ -203,6 +207,7 @@ def attention_shape(
     window: bool = False,
     softcap: bool = False,
     sinks: bool = False,
+    quantized_query: bool = False,
 ) -> AttentionShape:
     """Tiles and terms for a layer, a number of query heads per KV head, and a device."""
     wide = max(layer.k.tile, layer.v.tile) > 128 or layer.k.mantissa == 23 or layer.v.mantissa == 23
@@ -219,13 +224,14 @@ def attention_shape(
         queries=rows // head_rows,
         rows=rows,
         tokens=min(128, max(32, _TILE_BYTES // per_token)),
-        q_terms=_query_terms(layer.k, query_dtype),
+        q_terms=1 if quantized_query else _query_terms(layer.k, query_dtype),
         p_terms={23: 1, 7: 3}.get(layer.v.mantissa, 2),
         k_unit=_unit(layer.k, device),
         v_unit=_unit(layer.v, device),
         window=window,
         softcap=softcap,
         sinks=sinks,
+        quantized_query=quantized_query,
         max_registers=_THREE_PROGRAMS if three_fit else _ALL_REGISTERS,
         native_fp8=device.native_fp8,
         interpreted=device.interpreted,
