@@ -72,7 +72,8 @@ def test_tool_calls_come_in_pieces(server: LiveServer) -> None:
         with client.chat.completions.stream(**asked) as stream:
             events = list(stream)
             streamed = stream.get_final_completion().choices[0]
-    (call,), (same,) = whole.message.tool_calls or (), streamed.message.tool_calls or ()
+    (call,) = whole.message.tool_calls or []
+    (same,) = streamed.message.tool_calls or []
     assert call.type == same.type == "function"
     assert same.function.name == call.function.name == "add"
     assert same.function.arguments == call.function.arguments

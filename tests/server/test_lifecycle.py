@@ -166,7 +166,12 @@ def test_a_failed_step_ends_its_requests_alone(folder: Path) -> None:
 
 def test_a_form_that_leaves_nothing_to_sample_ends_its_request_alone(tmp_path: Path) -> None:
     """The model has ids below 100 only, and so none for an é."""
-    small = {"vocab_size": 100, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    small: dict[str, Any] = {
+        "vocab_size": 100,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+    }
     folder = save_tiny_model(tmp_path / "llama", **small)
     with (
         live_server(folder) as server,

@@ -129,7 +129,9 @@ def read(reader: ToolCallReader, pieces: Iterable[str]) -> list[Delta]:
 
 def content_and_calls(deltas: Sequence[Delta]) -> tuple[str, list[tuple[str, Any]]]:
     """What a client makes of deltas; arguments that are no JSON are left as they are."""
-    names, arguments, ids = [], [], set()
+    names: list[str] = []
+    arguments: list[str] = []
+    ids = set()
     for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
         if "id" in call:
             assert (call["index"], call["type"]) == (len(names), "function")
