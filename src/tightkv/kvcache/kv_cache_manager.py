@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tightkv.kvcache.block_hash import BlockHasher
 from tightkv.kvcache.block_pool import BlockPool, Poison
-from tightkv.kvcache.window import first_block, most_blocks
+from tightkv.kvcache.window import first_block, most_blocks, passing_position
 
 __all__ = ["PASSED", "Allocation", "KVCacheManager", "name_of"]
 
@@ -23,16 +24,24 @@ class Allocation:
         block_tables: per layer group, the ids of its blocks in order.
         num_passed: per layer group, blocks at the beginning that it no longer holds.
         num_remembered: full blocks that others know of.
+        num_slots: tokens that there is room for in all groups.
+        next_passing: computed tokens from which on some group gives back a block.
     """
 
     block_tables: list[list[int]]
     hasher: BlockHasher
     num_passed: list[int]
     num_remembered: int
+    num_slots: int = 0
+    next_passing: int = 0
 
     def held(self, group: int) -> list[int]:
         """Blocks of a group that the sequence holds."""
         return self.block_tables[group][self.num_passed[group] :]
+
+    def num_held(self, group: int) -> int:
+        """How many these are."""
+        return len(self.block_tables[group]) - self.num_passed[group]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +190,17 @@ class KVCacheManager:
             num_reserved: free blocks that must be left, if any are taken.
         """
         allocation = self._allocations[seq_id]
+        # Most steps need no block and give none back.
+        if num_tokens <= allocation.num_slots and num_computed_tokens < allocation.next_passing:
+            return True
         self._free_passed(allocation, num_computed_tokens)
         missing = self._missing(allocation, num_tokens)
-        # Most steps need no block: they ask nobody.
-        if not any(missing):
-            return True
-        if sum(missing) + num_reserved > self.num_free_blocks:
-            return False
-        for group, count in enumerate(missing):
-            allocation.block_tables[group] += self._allocate(group, count)
+        if any(missing):
+            if sum(missing) + num_reserved > self.num_free_blocks:
+                return False
+            for group, count in enumerate(missing):
+                allocation.block_tables[group] += self._allocate(group, count)
+        allocation.num_slots = min(map(len, allocation.block_tables)) * self.block_size
         return True
 
     def refuse(self, seq_id: str, num_tokens: int) -> None:
@@ -233,12 +244,14 @@ class KVCacheManager:
     ) -> None:
         """Offer the sequence's full, checked blocks to others."""
         allocation = self._allocations[seq_id]
+        if num_computed_tokens // self.block_size <= allocation.num_remembered:
+            return
         hashes = allocation.hasher.full_blocks(token_ids, num_computed_tokens)
         for group, table in enumerate(allocation.block_tables):
             begin = max(allocation.num_remembered, allocation.num_passed[group])
             for index in range(begin, len(hashes)):
                 self._pool.remember(table[index], name_of(group, hashes[index]))
-        allocation.num_remembered = max(allocation.num_remembered, len(hashes))
+        allocation.num_remembered = len(hashes)
 
     def free(self, seq_id: str) -> None:
         """Give back all blocks of a sequence; one that holds none is left alone."""
@@ -252,7 +265,7 @@ class KVCacheManager:
         allocation = self._allocations.get(seq_id)
         if allocation is None:
             return 0
-        return sum(len(allocation.held(group)) for group in range(len(self._windows)))
+        return sum(map(allocation.num_held, range(len(self._windows))))
 
     def num_shared_blocks_of(self, seq_id: str) -> int:
         """Blocks of a group that a sequence holds together with others, in the fullest group."""
@@ -266,7 +279,7 @@ class KVCacheManager:
         """Blocks that a sequence will take besides those it holds, until it has so many tokens."""
         allocation = self._allocations[seq_id]
         return sum(
-            max(0, most_blocks(window, num_tokens, self.block_size) - len(allocation.held(group)))
+            max(0, most_blocks(window, num_tokens, self.block_size) - allocation.num_held(group))
             for group, window in enumerate(self._windows)
         )
 
@@ -330,11 +343,8 @@ class KVCacheManager:
         for window, table, passed in zip(
             self._windows, allocation.block_tables, allocation.num_passed, strict=True
         ):
-            if len(table) >= blocks:  # so it is in most steps
-                missing.append(0)
-            else:
-                most = min(blocks, passed + self._blocks_of(window, num_tokens))
-                missing.append(max(0, most - len(table)))
+            most = min(blocks, passed + self._blocks_of(window, num_tokens))
+            missing.append(max(0, most - len(table)))
         return missing
 
     def _blocks_of(self, window: int | None, num_tokens: int) -> int:
@@ -368,7 +378,8 @@ class KVCacheManager:
         return length
 
     def _free_passed(self, allocation: Allocation, num_computed_tokens: int) -> None:
-        """Give back the blocks that have left the windows."""
+        """Give back the blocks that have left the windows, and note when the next ones do."""
+        allocation.next_passing = sys.maxsize
         for group, window in enumerate(self._windows):
             first = first_block(window, num_computed_tokens, self.block_size)
             passed, table = allocation.num_passed[group], allocation.block_tables[group]
@@ -376,6 +387,9 @@ class KVCacheManager:
                 self._pool.free(table[passed:first])
                 table[passed:first] = [PASSED] * (first - passed)
                 allocation.num_passed[group] = first
+            if window is not None:
+                passing = passing_position(window, first, self.block_size)
+                allocation.next_passing = min(allocation.next_passing, passing)
 
     def _allocate(self, group: int, count: int) -> list[int]:
         blocks = self._pool.allocate(count)

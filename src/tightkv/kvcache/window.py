@@ -5,12 +5,17 @@ A query at position p sees the keys above `p - window`, itself included.
 
 from __future__ import annotations
 
-__all__ = ["first_block", "most_blocks"]
+__all__ = ["first_block", "most_blocks", "passing_position"]
 
 
 def first_block(window: int | None, position: int, block_size: int) -> int:
     """Index of the first block that queries at `position` and later see."""
     return 0 if window is None else max(0, position - window + 1) // block_size
+
+
+def passing_position(window: int, block: int, block_size: int) -> int:
+    """The first position at which queries, and those later, do not see a block any more."""
+    return (block + 1) * block_size + window - 1
 
 
 def most_blocks(window: int | None, num_tokens: int, block_size: int, max_chunk: int = 1) -> int:

@@ -11,6 +11,7 @@ import triton
 from tightkv.errors import KernelError
 from tightkv.formats.layout import BlockLayout
 from tightkv.kernels.arguments import AttentionBatch, AttentionParams, LayerCache
+from tightkv.kernels.capability import converts_fp8
 from tightkv.kernels.triton import write
 from tightkv.kernels.triton.attention import (
     REDUCE_OPTIONS,
@@ -333,7 +334,7 @@ def _traits_of(device: torch.device) -> tuple[DeviceTraits, str]:
     properties = torch.cuda.get_device_properties(device)
     is_nvidia = torch.version.hip is None
     traits = DeviceTraits(
-        native_fp8=is_nvidia and (properties.major, properties.minor) >= (8, 9),
+        native_fp8=is_nvidia and converts_fp8((properties.major, properties.minor)),
         ptx=is_nvidia,
         int8_products=is_nvidia and properties.major >= 8,
         f32_precision="tf32x3" if is_nvidia else "ieee",
