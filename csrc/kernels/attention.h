@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
 #include "kernels/exp2.h"
 #include "kernels/kernels.h"
@@ -184,57 +183,52 @@ class RowTile {
     return largest / levels;
   }
 
-  // A chunk's tiles that some row sees, and where the codes of the item's first head lie.
+  // A chunk's tiles that some row sees, and where those of the item's first head lie.
   struct Tiles {
     int64_t first_position;  // of the first tile
     int count;
     const uint8_t *k[kTilesPerChunk], *v[kTilesPerChunk];
+    const uint16_t *k_scales[kTilesPerChunk], *v_scales[kTilesPerChunk];  // if dynamic
   };
 
   // All heads' keys, then all heads' values: so codes are needed in about the order of memory.
   void attend_chunk(int64_t chunk, State part) {
     const Tiles tiles = next_;
-    next_ = chunk + 1 < item_.chunk_end ? find_tiles(chunk + 1) : Tiles{0, 0, {}, {}};
-    load_dynamic_scales(chunk, tiles);
+    next_.count = 0;
+    if (chunk + 1 < item_.chunk_end) next_ = find_tiles(chunk + 1);
+    load_dynamic_scales(args_.layout.k, tiles.k_scales, tiles.count, ws_.k_dynamic);
+    load_dynamic_scales(args_.layout.v, tiles.v_scales, tiles.count, ws_.v_dynamic);
     for (int head = 0; head < item_.num_kv_heads; ++head) multiply_keys(head, tiles);
     for (int row = 0; row < rows_; ++row) weigh(row, tiles, part);
     for (int head = 0; head < item_.num_kv_heads; ++head) multiply_values(head, tiles, part);
   }
 
-  int64_t first_tile(int64_t chunk) const {
-    return std::max(first_visible(0), chunk * kChunk) / kTile;
-  }
-
   Tiles find_tiles(int64_t chunk) const {
     const Layout& layout = args_.layout;
-    const int64_t begin = first_tile(chunk);
+    const int64_t begin = std::max(first_visible(0), chunk * kChunk) / kTile;
     const int64_t end = std::min(position_of(rows_ - 1) / kTile + 1, (chunk + 1) * kTilesPerChunk);
     Tiles tiles;
     tiles.first_position = begin * kTile;
     tiles.count = static_cast<int>(end - begin);
-    const int per_block = layout.tiles_per_block();
+    const int per_block = layout.tiles_per_block(), head = item_.kv_head;
     for (int i = 0; i < tiles.count; ++i) {
       const int64_t block = item_.block_table[(begin + i) / per_block];
       const auto in_block = static_cast<int>((begin + i) % per_block);
-      tiles.k[i] = layout.codes(args_.blocks, layout.k, block, item_.kv_head, in_block);
-      tiles.v[i] = layout.codes(args_.blocks, layout.v, block, item_.kv_head, in_block);
+      tiles.k[i] = layout.codes(args_.blocks, layout.k, block, head, in_block);
+      tiles.v[i] = layout.codes(args_.blocks, layout.v, block, head, in_block);
+      tiles.k_scales[i] = layout.scales(args_.blocks, layout.k, block, head, in_block);
+      tiles.v_scales[i] = layout.scales(args_.blocks, layout.v, block, head, in_block);
     }
     return tiles;
   }
 
-  void load_dynamic_scales(int64_t chunk, const Tiles& tiles) {
-    const Layout& layout = args_.layout;
-    for (const auto& [tensor, out] :
-         {std::pair{&layout.k, ws_.k_dynamic}, {&layout.v, ws_.v_dynamic}})
-      if (tensor->dynamic)
-        for (int head = 0; head < item_.num_kv_heads; ++head)
-          for (int i = 0; i < tiles.count; ++i) {
-            const int64_t tile = first_tile(chunk) + i, per_block = layout.tiles_per_block();
-            const uint16_t* scales =
-                layout.scales(args_.blocks, *tensor, item_.block_table[tile / per_block],
-                              item_.kv_head + head, static_cast<int>(tile % per_block));
-            S::store(out + head * kChunk + i * kTile, S::load_half(scales));
-          }
+  void load_dynamic_scales(const TensorLayout& tensor, const uint16_t* const* scales, int count,
+                           float* out) const {
+    if (!tensor.dynamic) return;
+    for (int head = 0; head < item_.num_kv_heads; ++head)
+      for (int i = 0; i < count; ++i)
+        S::store(out + head * kChunk + i * kTile,
+                 S::load_half(scales[i] + int64_t{head} * args_.layout.block_size));
   }
 
   // ---- fetching: from memory into the second level, half a chunk ahead ----
@@ -469,7 +463,7 @@ class RowTile {
   const WorkItem& item_;
   float* const partial_;
   Workspace ws_;
-  Tiles next_;                      // of the next chunk; none: of no more
+  Tiles next_;                      // of the next chunk; none after the last
   const int rows_per_head_, rows_;  // those of a KV head lie side by side
   const int value_size_;
 };

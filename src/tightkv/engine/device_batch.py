@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,22 @@ Pin = Callable[[int], torch.Tensor]
 """Makes so many bytes of pinned memory, uint8."""
 
 
+class _Mirror:
+    """The same bytes in pinned memory of the host and on the device; `resize` loses them."""
+
+    def __init__(self, device: torch.device, pin: Pin, num_bytes: int) -> None:
+        self._device, self._pin = device, pin
+        self.resize(num_bytes)
+
+    def __len__(self) -> int:
+        return len(self.on_host)
+
+    def resize(self, num_bytes: int) -> None:
+        self.on_host = self._pin(num_bytes)
+        self.array = self.on_host.numpy()
+        self.on_device = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+
 class StagingBuffer:
     """Arrays side by side in pinned memory, and their copy on the device: both stay."""
 
@@ -35,8 +52,8 @@ class StagingBuffer:
             grows: whether it is made anew for arrays that do not fit; then no tensor cut out of it
                 keeps its address.
         """
-        self._device, self._pin, self._grows = device, pin, grows
-        self._allocate(num_bytes)
+        self._mirror = _Mirror(device, pin, num_bytes)
+        self._grows = grows
 
     def place(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         """Copy all arrays at once, without waiting; equal shapes get equal addresses.
@@ -46,63 +63,48 @@ class StagingBuffer:
         Raises:
             EngineError: if they do not fit.
         """
-        total = _aligned_bytes(arrays)
-        if total > len(self._host):
+        mirror = self._mirror
+        *begins, total = itertools.accumulate(map(_aligned_bytes, arrays), initial=0)
+        if total > len(mirror):
             if not self._grows:
                 raise EngineError(
-                    f"A step has {total} bytes of integers, but {len(self._host)} were planned."
+                    f"A step has {total} bytes of integers, but {len(mirror)} were planned."
                 )
-            self._allocate(2 * total)
-        ends = []
-        end = 0
-        for array in arrays:
-            begin, end = end, end + array.nbytes
-            self._numpy[begin:end] = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
-            ends.append(end)
-            end = _aligned(end)
-        self._on_device[:total].copy_(self._host[:total], non_blocking=True)
-        return [
-            self._cut(array, end - array.nbytes, end)
-            for array, end in zip(arrays, ends, strict=True)
-        ]
+            mirror.resize(2 * total)
+        for array, begin in zip(arrays, begins, strict=True):
+            piece = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+            mirror.array[begin : begin + array.nbytes] = piece
+        mirror.on_device[:total].copy_(mirror.on_host[:total], non_blocking=True)
+        return [self._cut(array, begin) for array, begin in zip(arrays, begins, strict=True)]
 
-    def _cut(self, array: Array, begin: int, end: int) -> torch.Tensor:
+    def _cut(self, array: Array, begin: int) -> torch.Tensor:
         dtype = torch.from_numpy(numpy.empty(0, array.dtype)).dtype
-        return self._on_device[begin:end].view(dtype).view(array.shape)
-
-    def _allocate(self, num_bytes: int) -> None:
-        self._host = self._pin(num_bytes)
-        self._numpy = self._host.numpy()
-        self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        piece = self._mirror.on_device[begin : begin + array.nbytes]
+        return piece.view(dtype).view(array.shape)
 
 
 class ResultsBuffer:
     """Takes tensors of a device to the host in one copy: the only place where a step waits."""
 
     def __init__(self, device: torch.device, pin: Pin, num_bytes: int = 2**16) -> None:
-        self._device, self._pin = device, pin
-        self._allocate(num_bytes)
+        self._mirror = _Mirror(device, pin, num_bytes)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[Array]:
         """All tensors as arrays, which hold until the next call; waits until they are computed."""
+        mirror = self._mirror
         parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         total = sum(len(part) for part in parts)
-        if total > len(self._host):
-            self._allocate(2 * total)
-        torch.cat(parts, out=self._on_device[:total])
-        self._host[:total].copy_(self._on_device[:total])
+        if total > len(mirror):
+            mirror.resize(2 * total)
+        torch.cat(parts, out=mirror.on_device[:total])
+        mirror.on_host[:total].copy_(mirror.on_device[:total])
         arrays, begin = [], 0
         for tensor, part in zip(tensors, parts, strict=True):
-            piece = self._numpy[begin : begin + len(part)]
+            piece = mirror.array[begin : begin + len(part)]
             dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
             arrays.append(numpy.frombuffer(piece, dtype).reshape(tuple(tensor.shape)))
             begin += len(part)
         return arrays
-
-    def _allocate(self, num_bytes: int) -> None:
-        self._host = self._pin(num_bytes)
-        self._numpy = self._host.numpy()
-        self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 class DevicePlacement:
@@ -188,8 +190,8 @@ def step_bytes(max_tokens: int, max_num_seqs: int, table_width: int, num_groups:
     return _aligned(rows + num_arrays * _ALIGNMENT)
 
 
-def _aligned_bytes(arrays: Sequence[Array]) -> int:
-    return sum(_aligned(array.nbytes) for array in arrays)
+def _aligned_bytes(array: Array) -> int:
+    return _aligned(array.nbytes)
 
 
 def _aligned(num_bytes: int) -> int:

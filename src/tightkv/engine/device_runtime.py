@@ -10,7 +10,7 @@ import torch
 
 from tightkv.config import EngineConfig
 from tightkv.engine.accelerator import Accelerator, CudaAccelerator
-from tightkv.engine.batch import Array, BatchArrays, Placement, place_batch
+from tightkv.engine.batch import Array, BatchArrays, place_batch
 from tightkv.engine.device_batch import (
     DevicePlacement,
     ResultsBuffer,
@@ -59,7 +59,7 @@ class DeviceRuntime:
             reserved_bytes: left to others of this process.
         """
         self.device = accelerator.device
-        self.placement: Placement
+        self.placement: DevicePlacement
         self.reader: LogitsReader
         self._accelerator = accelerator
         self._config = config
@@ -69,7 +69,6 @@ class DeviceRuntime:
         self._results = ResultsBuffer(self.device, accelerator.pin)
         extras = StagingBuffer(self.device, accelerator.pin, 2**16, grows=True)
         self._sampler = DeviceSampler(self.device, extras)
-        self._placement: DevicePlacement
 
     @contextmanager
     def watch(self, doing: str) -> Iterator[None]:
@@ -99,15 +98,14 @@ class DeviceRuntime:
         num_groups = len(cache.groups)
         num_bytes = step_bytes(num_tokens, scheduler.max_num_seqs, width, num_groups)
         staging = StagingBuffer(self.device, self._accelerator.pin, num_bytes)
-        self._placement = DevicePlacement(staging, self.device, num_tokens, width)
-        self.placement = self._placement
+        self.placement = DevicePlacement(staging, self.device, num_tokens, width)
         runner = ModelRunner(model, cache)
         queries = _shared_out(num_tokens, scheduler.max_num_seqs, width * block_size)
         largest = _trial_step(queries, width, block_size, num_groups)
         peak_bytes = self._peak_of(runner, largest)
         graph_bytes = 0
         if not config.device.enforce_eager:
-            decode = self._placement.pad(empty_decode(num_groups), scheduler.max_num_seqs)
+            decode = self.placement.pad(empty_decode(num_groups), scheduler.max_num_seqs)
             graph_bytes = self._peak_of(runner, decode)
             graph_bytes += 4 * scheduler.max_num_seqs * model.vocab_size
             graph_bytes += _BYTES_PER_GRAPH * len(bucket_sizes(scheduler.max_num_seqs))
@@ -135,12 +133,12 @@ class DeviceRuntime:
         """
         storage = runner.storage
         self.reader = DeviceReader(self._sampler, self._results, storage)
-        self._placement.table_width = -(-plan.max_model_len // plan.block_size)
+        self.placement.table_width = -(-plan.max_model_len // plan.block_size)
         if self._config.device.enforce_eager:
             return
         max_num_seqs = self._config.scheduler.max_num_seqs
         graphs = DecodeGraphs(max_num_seqs, runner.model.vocab_size, self.device)
-        graphs.capture(runner.forward, self._placement, len(storage.groups), self._accelerator)
+        graphs.capture(runner.forward, self.placement, len(storage.groups), self._accelerator)
         runner.graphs = graphs
 
     @torch.inference_mode()
@@ -154,7 +152,7 @@ class DeviceRuntime:
         rows = range(num_rows - num_seqs, num_rows)
         prompts = [ScoredRow(row, 0, _TRIAL_PARAMS.logprobs or 0) for row in range(rows.start)]
         plan = self._sampler.plan(list(zip(rows, states, strict=True)), prompts)
-        batch = place_batch(arrays, self._placement, sampling=plan.arrays)
+        batch = place_batch(arrays, self.placement, sampling=plan.arrays)
         logits = runner.forward(batch).float()
         self._results.fetch(self._sampler.start(plan, batch.sampling, logits))
         return self._accelerator.memory().peak - before
