@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from live_server import LiveServer, live_server, wait_until
+from live_server import PATIENCE, LiveServer, live_server, wait_until
 from tightkv import LLM, SamplingParams
 from tightkv.engine.llm_engine import LLMEngine
 from tightkv.engine.outputs import RequestOutput
@@ -392,12 +393,26 @@ def test_body_without_its_type(client: httpx.Client) -> None:
 
 
 def test_long_body_without_its_length(client: httpx.Client) -> None:
-    chunks = (b" " * 65536 for _ in range(200))
-    try:
-        answer = client.post(COMPLETION, content=chunks)
-    except httpx.TransportError:
-        return  # the server has closed the connection before all was sent
+    answer = client.post(COMPLETION, content=(b" " * 65536 for _ in range(200)))
     assert answer.status_code == 413
+
+
+def test_a_refused_body_still_on_its_way_costs_nobody_the_answer(server: LiveServer) -> None:
+    """A connection that is closed meanwhile is reset, and the client may not see why."""
+    num_bytes = 20_000_000
+    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE)
+    connection.putrequest("POST", COMPLETION)
+    connection.putheader("Content-Length", str(num_bytes))
+    connection.endheaders()
+    connection.send(b" " * 1000)
+    refused = connection.getresponse()
+    assert refused.status == 413
+    assert b"--max-request-bytes" in refused.read()
+    connection.auto_open = 0
+    connection.send(b" " * (num_bytes - 1000))
+    connection.request("GET", "/health")
+    assert connection.getresponse().status == 200
+    connection.close()
 
 
 def test_wrong_method(client: httpx.Client) -> None:

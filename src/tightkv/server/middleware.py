@@ -153,10 +153,11 @@ class BodyLimit:
         await self._app(scope, receive_again, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The connection stays: closed with a body still on its way it is reset, which takes the
+        # answer from the client. uvicorn drops the rest of the body.
         response = error_response(
             413,
             f"The body is longer than {self._max_bytes} bytes (--max-request-bytes): shorten it.",
-            headers={"Connection": "close"},
         )
         await response(scope, receive, send)
 
